@@ -34,7 +34,10 @@ from kernelbook.lab.watched_memory import Bounded
 from kernelbook.packed import kernels, kernels_nvidia
 
 # A matrix has fewer than 2^31 elements (``products.plan``), and they are counted from its first one; strides that ``op`` checks.
-BOUNDED = {"_one_matrix_kernel": ("N", "K", "groups", "stride_xm")}
+BOUNDED = {
+    "_one_matrix_kernel": ("N", "K", "groups", "stride_xm"),
+    "_some_rows_kernel": ("N", "K", "stride_xm"),
+}
 
 
 class WrongOrderError(Exception):
@@ -117,6 +120,12 @@ class Shared:
         if not 0 <= i < len(self.data):
             raise WrongOrderError(f"part {i} of shared memory that has {len(self.data)}")
         return Shared(self.data[i], self.dtype, [self.slots[i]])
+
+    def slice(self, start: Any, length: int) -> "Shared":
+        start = operator.index(start)
+        if not 0 <= start <= start + length <= len(self.data):
+            raise WrongOrderError(f"rows {start} to {start + length} of shared memory that has {len(self.data)}")
+        return Shared(self.data[start : start + length], self.dtype, self.slots)
 
     def permute(self, order: Sequence[int]) -> "Shared":
         return Shared(self.data.transpose(order), self.dtype, self.slots)
@@ -577,7 +586,10 @@ def _scope(module: Any, sources: tuple[str, ...]) -> dict[str, Any]:
     scope = vars(interpreter) | vars(module) | {name: value for name, value in ours.items() if name in vars(module)}
     for name, function in vars(module).items():
         if isinstance(function, GluonJITFunction):
-            scope[name] = _rewritten(function, scope)
+            if function.__module__ == module.__name__:
+                scope[name] = _rewritten(function, scope)
+            else:
+                scope[name] = _scope(sys.modules[function.__module__], sources)[function.__name__]
     return scope
 
 

@@ -187,6 +187,9 @@ with kb.same_bits():
 for tokens in FEW:  # of one matrix: what fills its tiles, and what does not
     for n, k, block_size in ((4096, 2048, 64), (4096, 2112, 4096)):
         kb.nf4_matmul(torch.empty(tokens, k, dtype=bf16), packed(n, k, block_size), 1)
+for tokens in SOME:  # with parts of K, and without
+    for n, k, block_size in ((4096, 2112, 64), (14336, 2048, 4096)):
+        kb.nf4_matmul(torch.empty(tokens, k, dtype=bf16), packed(n, k, block_size), 1)
 """,
     "nf4": """
 import torch, kernelbook as kb
@@ -388,8 +391,8 @@ SETTINGS = {
     },
     # Ranks, and numbers of tokens that get smaller tiles.
     "moe_lora": {
-        "": "RANKS, TOKENS, FEW = (64,), (), ()",
-        "sm_90": "RANKS, TOKENS, FEW = (8, 16, 32, 64, 100), (2, 16, 32), (1, 5, 16)",
+        "": "RANKS, TOKENS, FEW, SOME = (64,), (), (), ()",
+        "sm_90": "RANKS, TOKENS, FEW, SOME = (8, 16, 32, 64, 100), (2, 16, 32), (1, 5), (16, 32, 64)",
     },
     # Rows, inputs, features, active chunks, chunk size: the largest tiles; on the one target also the three smaller ones
     # (the smallest with a split reduction), and ordinary loads.
@@ -525,10 +528,6 @@ SPILLS_ALLOWED = {
     ("_scatter_ffn_place_kernel", "sm_90"): (
         8,
         "float64: two registers, in a kernel that copies rows.",
-    ),
-    ("_one_matrix_kernel", "sm_90"): (
-        24,
-        "Up to six registers, so that a program of sixteen warps fits a multiprocessor: double quantization and sixteen tokens.",
     ),
     ("_moe_lora_fwd_rows_kernel", "sm_90"): (
         8,

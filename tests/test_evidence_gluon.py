@@ -41,7 +41,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[products.Plan | N
         return made[-1]
 
     monkeypatch.setattr(products, "plan", planned)
-    for name in ("PACKED_ROWS", "PACKED_ELEMENTS"):
+    for name in ("PACKED_ROWS", "PACKED_ELEMENTS", "SOME_ELEMENTS"):
         monkeypatch.setattr(nf4_kernels, name, 0)
     plans.forget()
     with interpreted():
@@ -88,11 +88,17 @@ def _were(kinds: set[str], made: list[products.Plan | None]) -> None:
         (3, "64 double", (2, 200, 320)),
         (5, "64", (2, 40, 256)),
         (7, "128 double", (2, 72, 448)),
-        (13, "4096 double", (3, 40, 1088)),
-        (13, "64", (1, 48, 4096)),
+        (6, "4096 double", (3, 40, 1088)),
+        (5, "64", (1, 48, 4096)),
         (3, "32", (2, 40, 320)),
         (8, "nvfp4", (2, 40, 320)),
+        (13, "4096 double", (3, 40, 1088)),
+        (13, "64", (1, 48, 4096)),
+        (20, "128 double", (2, 200, 320)),
+        (29, "64 double", (2, 72, 1088)),
+        (64, "64", (2, 40, 1216)),
         (40, "64 double", (2, 72, 320)),
+        (12, "32", (2, 40, 320)),
     ),
     ids=str,
 )
@@ -111,14 +117,31 @@ def test_matrix(m: int, kind: str, shape: tuple[int, ...], launched: list[produc
         for nobody in (shape[0], shape[0] + 3, -1):
             with check.poisoned_empty():
                 assert (kb.nf4_matmul(x / 0, q, torch.tensor([nobody])) == 0).all()
-    _were({"gemm" if m > 16 else "gemv" if q.block_size >= 64 else "small_m"}, launched)
+    if q.block_size >= 64:
+        # Without parts of K low tiles take more than 32 rows.
+        expected = "gemv" if m <= 8 else "gemm" if m > 32 and shape[2] < 2 * products.SOME_K else "some"
+    else:
+        expected = "small_m" if m <= 8 else "gemm"
+    _were({expected}, launched)
 
 
-def test_rows_far_apart(launched: list[products.Plan | None]) -> None:
-    """Rows of x whose numbers need 64 bits."""
-    q, x = _packed("64", 1, 40, 256), randn(13, 256, dtype=F16)
-    assert torch.equal(kb.nf4_matmul(far_apart(x, 2**28), q, 0), kb.nf4_matmul(x, q, 0))
-    _were({"gemv"}, launched)
+@pytest.mark.parametrize(
+    ("m", "step", "kind"), ((7, 2**28, "gemv"), (7, 2**26 - 16, "gemv"), (13, 2**28, "some"), (40, 2**26 - 16, "some"))
+)
+def test_rows_far_apart(m: int, step: int, kind: str, launched: list[products.Plan | None]) -> None:
+    """Rows of x whose numbers need 64 bits, and such that just do without."""
+    q, x = _packed("64", 1, 40, 1024), randn(m, 1024, dtype=F16)
+    assert torch.equal(kb.nf4_matmul(far_apart(x, step), q, 0), kb.nf4_matmul(x, q, 0))
+    _were({kind}, launched)
+
+
+def test_parts_of_k(launched: list[products.Plan | None]) -> None:
+    """The last program of a tile adds the parts up in their order, and leaves its counter zero: a second call has the same bits."""
+    q, x = _packed("64 double", 1, 72, 2112), randn(20, 2112, dtype=F16)
+    with check.poisoned_empty():
+        assert torch.equal(kb.nf4_matmul(x, q, 0), kb.nf4_matmul(x, q, 0))
+    _were({"some"}, launched)
+    assert launched[-1] is not None and launched[-1].parts == 2
 
 
 def _ids(tokens: int, experts: int, skipped: bool = True) -> torch.Tensor:

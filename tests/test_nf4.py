@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import kernelbook
-from kernelbook import check, runtime
+from kernelbook import check, gluon_names, runtime
 from kernelbook.lab.bench import nf4 as bench
 from kernelbook.lab.compiled import compile_calls
 from kernelbook.nf4 import (
@@ -308,11 +308,12 @@ def test_matmul(shape, dtype):
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_matmul_of_few_tokens_by_tensor_cores(shape, block_size, double_quant, dtype, monkeypatch):
-    """The kernel whose warps stay with their rows: one to sixteen warps a row, and rows and sums that fill nothing."""
-    monkeypatch.setattr(kernels, "PACKED_ELEMENTS", 0)
+    """The kernels of a single matrix: one to sixteen warps a row, one to eight parts of K, and rows and sums that fill nothing."""
+    for name in ("PACKED_ELEMENTS", "SOME_ELEMENTS"):
+        monkeypatch.setattr(kernels, name, 0)
     q = nf4_quantize(torch.randn(shape, device=DEV), block_size=block_size, double_quant=double_quant)
     w = nf4_dequantize(q, dtype=torch.float32)
-    for tokens in (1, 3, 4, 5, 8, 11, 16):
+    for tokens in (1, 3, 4, 5, 8, 11, 16, 27, 32, 50, 64):
         with check.poisoned_empty():
             check.check_op(
                 lambda x, q=q: nf4_matmul(x, q, torch.tensor([shape[0] - 1], device=DEV)),
@@ -325,8 +326,12 @@ def test_matmul_of_few_tokens_by_tensor_cores(shape, block_size, double_quant, d
     eye = torch.eye(shape[2], dtype=dtype, device=DEV)
     rounded = nf4_dequantize(dataclasses.replace(q, code=q.code.to(dtype).float()), dtype=dtype)[0].t()
     for start in (0, 60, 128, shape[2] - 16):
-        for tokens in (4, 8, 16):
+        for tokens in (4, 8, 16, 32):
             assert torch.equal(nf4_matmul(eye[start : start + tokens], q, 0), rounded[start : start + tokens])
+    x = torch.randn(64, shape[2], device=DEV, dtype=dtype)
+    for tokens in (9, 32, 64):  # parts of K are added up in one order
+        first = nf4_matmul(x[:tokens], q, 0)
+        assert all(torch.equal(nf4_matmul(x[:tokens], q, 0), first) for _ in range(5))
 
 
 @pytest.mark.parametrize("sms", (16, 78, 114, 132))
@@ -343,6 +348,35 @@ def test_rows_of_one_matrix_are_shared_evenly(sms):
         assert parts == 1 or warps // (2 * parts) * sms < tiles or parts == warps
         if tiles >= 4 * sms:
             assert tiles > 0.8 * rounds * sms * groups
+
+
+@pytest.mark.parametrize("sms", (16, 78, 114, 132))
+def test_parts_of_k_fill_the_gpu(sms):
+    """Twice as many would be more than two programs a multiprocessor, or shorter than a part may be."""
+    for n, k in ((8, 64), (2048, 2048), (4096, 4096), (4096, 14336), (8192, 8192), (14336, 4096), (151936, 4096)):
+        parts, tiles = products.some_split(n, k, sms), -(-n // 64)
+        assert parts == 1 or (parts * tiles <= 2 * sms and parts * products.SOME_K <= k)
+        assert 2 * parts * tiles > 2 * sms or 2 * parts * products.SOME_K > k
+
+
+@pytest.mark.skipif(not gluon_names.USABLE, reason="needs Gluon")
+def test_which_kernel_takes_a_single_matrix(monkeypatch):
+    """On an H100: few rows, some rows, low tiles where many of them have no parts of K, and none where W is made dense."""
+    monkeypatch.setattr(products, "launcher", lambda kernel, **how: None)  # the interpreter has none for Gluon
+    properties = runtime.TARGETS["sm_90"]
+
+    def kind(m, n, k, block_size=64):
+        if not kernels.for_tensor_cores(m, n, k, block_size, properties):
+            return None
+        which = torch.bfloat16, block_size, True, 0, False, True, True, False
+        return products.plan.__wrapped__(m, (1, n, k), False, *which, properties).kind
+
+    for n, k in ((14336, 4096), (4096, 4096), (4096, 14336)):
+        assert [kind(m, n, k) for m in (1, 8, 9, 32)] == ["gemv", "gemv", "some", "some"]
+        assert [kind(m, n, k) for m in (33, 64)] == 2 * ["gemm" if n > 8448 else "some"]
+        assert kind(65, n, k) is None and kind(9, n, k, 32) == (None if n < 4224 else "gemm")
+    assert [kind(m, 2048, 2048) for m in (8, 9, 64)] == [None, "some", "some"]
+    assert kind(16, 1024, 2048) is None
 
 
 def test_matmul_takes_batches_and_nothing():

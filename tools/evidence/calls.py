@@ -113,8 +113,8 @@ def nf4() -> Calls:
         for m in (1, 4, 8, 40):
             yield f"nf4_matmul {m} tokens{nested}", partial(kb.nf4_matmul, rand(m, 256), q, 1)
         large = quantize(rand(1, 96, 1024))
-        for m in (3, 16):
-            by_tensor_cores = mock.patch.object(nf4_kernels, "PACKED_ELEMENTS", 0)(kb.nf4_matmul)
+        for m in (3, 16, 64):
+            by_tensor_cores = mock.patch.multiple(nf4_kernels, PACKED_ELEMENTS=0, SOME_ELEMENTS=0)(kb.nf4_matmul)
             yield (
                 f"nf4_matmul {m} tokens, as of a large matrix{nested}",
                 partial(by_tensor_cores, rand(m, 1024), large, 0),
