@@ -187,6 +187,9 @@ with kb.same_bits():
 for tokens in FEW:  # of one matrix: what fills its tiles, and what does not
     for n, k, block_size in ((4096, 2048, 64), (4096, 2112, 4096)):
         kb.nf4_matmul(torch.empty(tokens, k, dtype=bf16), packed(n, k, block_size), 1)
+if FEW:
+    for block_size in (64, 4096):
+        kb.nf4_matmul(torch.empty(16, 2112, dtype=bf16), packed(16384, 2112, block_size), 1)
 for tokens in SOME:  # with parts of K, and without
     for n, k, block_size in ((4096, 2112, 64), (14336, 2048, 4096)):
         kb.nf4_matmul(torch.empty(tokens, k, dtype=bf16), packed(n, k, block_size), 1)
@@ -528,6 +531,10 @@ SPILLS_ALLOWED = {
     ("_scatter_ffn_place_kernel", "sm_90"): (
         8,
         "float64: two registers, in a kernel that copies rows.",
+    ),
+    ("_one_matrix_kernel", "sm_90"): (
+        24,
+        "Up to six registers, so that a program of sixteen warps fits a multiprocessor: double quantization and sixteen tokens.",
     ),
     ("_moe_lora_fwd_rows_kernel", "sm_90"): (
         8,

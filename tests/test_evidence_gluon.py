@@ -118,8 +118,7 @@ def test_matrix(m: int, kind: str, shape: tuple[int, ...], launched: list[produc
             with check.poisoned_empty():
                 assert (kb.nf4_matmul(x / 0, q, torch.tensor([nobody])) == 0).all()
     if q.block_size >= 64:
-        # Without parts of K low tiles take more than 32 rows.
-        expected = "gemv" if m <= 8 else "gemm" if m > 32 and shape[2] < 2 * products.SOME_K else "some"
+        expected = "gemv" if m <= 8 else "some"
     else:
         expected = "small_m" if m <= 8 else "gemm"
     _were({expected}, launched)
@@ -133,6 +132,14 @@ def test_rows_far_apart(m: int, step: int, kind: str, launched: list[products.Pl
     q, x = _packed("64", 1, 40, 1024), randn(m, 1024, dtype=F16)
     assert torch.equal(kb.nf4_matmul(far_apart(x, step), q, 0), kb.nf4_matmul(x, q, 0))
     _were({kind}, launched)
+
+
+def test_sixteen_rows_of_a_larger_matrix(launched: list[products.Plan | None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "GEMV_MORE_ELEMENTS", 0)
+    q, x = _packed("4096 double", 2, 40, 1088), randn(13, 1088, dtype=F16)
+    dense = kb.nf4_dequantize(q, dtype=torch.float32)[1].t()
+    _check(functools.partial(kb.nf4_matmul, q=q, expert=1), lambda x: x @ dense.to(x.dtype), {"x": x})
+    _were({"gemv"}, launched)
 
 
 def test_parts_of_k(launched: list[products.Plan | None]) -> None:

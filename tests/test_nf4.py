@@ -361,7 +361,7 @@ def test_parts_of_k_fill_the_gpu(sms):
 
 @pytest.mark.skipif(not gluon_names.USABLE, reason="needs Gluon")
 def test_which_kernel_takes_a_single_matrix(monkeypatch):
-    """On an H100: few rows, some rows, low tiles where many of them have no parts of K, and none where W is made dense."""
+    """On an H100: few rows, some rows, full tiles where W has rows enough, and none where W is made dense."""
     monkeypatch.setattr(products, "launcher", lambda kernel, **how: None)  # the interpreter has none for Gluon
     properties = runtime.TARGETS["sm_90"]
 
@@ -372,8 +372,9 @@ def test_which_kernel_takes_a_single_matrix(monkeypatch):
         return products.plan.__wrapped__(m, (1, n, k), False, *which, properties).kind
 
     for n, k in ((14336, 4096), (4096, 4096), (4096, 14336)):
-        assert [kind(m, n, k) for m in (1, 8, 9, 32)] == ["gemv", "gemv", "some", "some"]
-        assert [kind(m, n, k) for m in (33, 64)] == 2 * ["gemm" if n > 8448 else "some"]
+        few = "gemv" if n * k >= products.GEMV_MORE_ELEMENTS else "some"
+        assert [kind(m, n, k) for m in (1, 8, 9, 16, 17, 32)] == ["gemv", "gemv", few, few, "some", "some"]
+        assert [kind(m, n, k) for m in (33, 63, 64)] == ["some", "some", "gemm" if n > 4224 else "some"]
         assert kind(65, n, k) is None and kind(9, n, k, 32) == (None if n < 4224 else "gemm")
     assert [kind(m, 2048, 2048) for m in (8, 9, 64)] == [None, "some", "some"]
     assert kind(16, 1024, 2048) is None

@@ -1127,7 +1127,9 @@ def _bwd_add_up(
             line = gl.arange(0, SIZE // 4, layout=gl.SliceLayout(1, own.type.layout))
             four = gl.arange(0, 4, layout=gl.SliceLayout(0, own.type.layout))
             sums = sums_ptr + tile * SIZE + (gl.expand_dims(line, 1) * 4 + gl.expand_dims(four, 0))
-            now = _ask_for_turn(counter)  # beside the products, before they are waited for, it was measured to be slower
+            now = _ask_for_turn(
+                counter
+            )  # beside the products, before they are waited for, it was measured to be slower
             if block > 0:  # without this ptxas keeps what tensor cores read in registers, which do not suffice
                 while now < block:
                     now = _ask_for_turn(counter)

@@ -364,7 +364,7 @@ def _one_matrix_kernel(
     BLOCK_M: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr, SPLIT_K: gl.constexpr,
     CHUNKS: gl.constexpr, PREFETCH: gl.constexpr,
 ):  # fmt: skip
-    """M <= BLOCK_M rows: 4 or 8. SPLIT_K warps share a group's rows, each with its part of K.
+    """M <= BLOCK_M rows: 4, 8 or 16. SPLIT_K warps share a group's rows, each with its part of K.
 
     A step is CHUNKS times one or two blocks of 64 of a part. An instruction has eight columns. With four tokens it takes two
     blocks at once, two lanes each: columns 0 to 3 have x of the first block and zeros for the second, columns 4 to 7 the other

@@ -58,14 +58,24 @@ SMALL_M_ROWS = 6.0
 SMALL_M = {"BLOCK_M": 8, "ROWS": 32, "GROUPS": 1, "WARPS": 4}
 # A single matrix and up to so many rows: one program of sixteen warps a multiprocessor, each warp with 16 rows of W.
 GEMV_ROWS = 8
+GEMV_MORE_ROWS, GEMV_MORE_ELEMENTS = 16, 2**25  # of a larger matrix up to so many: measured on an H100
 GEMV = {"ROWS": 16, "WARPS": 16}
-GEMV_STEPS = {4: {"CHUNKS": 2, "PREFETCH": 1}, 8: {"CHUNKS": 2, "PREFETCH": 2}}  # by rows of x
+GEMV_STEPS = {
+    4: {"CHUNKS": 2, "PREFETCH": 1},
+    8: {"CHUNKS": 2, "PREFETCH": 2},
+    16: {"CHUNKS": 1, "PREFETCH": 3},
+}  # by rows of x
 # Then up to so many: two programs of four warps a multiprocessor, with parts of K where W has few rows. Measured on an H100
-# (14336 x 4096, 4096 x 14336, 4096 x 4096): where K has no parts, from 33 rows on low tiles of the next kernel are faster.
+# (14336 x 4096, 4096 x 14336, 4096 x 4096). All 64 rows, of a W of so many rows a multiprocessor, fill a tile of the next kernel,
+# which is faster then.
+FULL_TILES = 32
 SOME_ROWS = 64
 SOME_WARPS = 4  # with 16 rows of W each
-# By rows of x; without parts of K always the first.
-SOME_STEPS = {16: {"BLOCKS": 4, "STAGES": 3}, 32: {"BLOCKS": 2, "STAGES": 4}, 64: {"BLOCKS": 2, "STAGES": 4}}
+SOME_STEPS = {
+    16: {"BLOCKS": 4, "STAGES": 3},
+    32: {"BLOCKS": 4, "STAGES": 3},
+    64: {"BLOCKS": 2, "STAGES": 4},
+}  # by rows of x
 SOME_K = 512  # of a part, at least
 # Otherwise tiles are decoded beside the tensor cores, up to so many rows a matrix in these tiles. HALVES is how many times a
 # tile may be halved where that is enough.
@@ -149,7 +159,8 @@ def plan(
         "SCALE": "nested" if nested else "float32", "NESTED_BLOCK": NESTED_BLOCK,
     }  # fmt: skip
     some_rows = not properties.same_bits  # kernels for few may be taken
-    if some_rows and not routed and rows <= GEMV_ROWS and block_size >= 64 and not (by_row or rank or has_bias):
+    single = some_rows and not routed and block_size >= 64 and not (by_row or rank or has_bias)
+    if single and rows <= (GEMV_MORE_ROWS if n * k >= GEMV_MORE_ELEMENTS else GEMV_ROWS):
         from kernelbook.packed import kernels_nvidia
 
         tokens = max(4, 1 << (rows - 1).bit_length())
@@ -162,16 +173,16 @@ def plan(
             num_warps=GEMV["WARPS"], maxnreg=properties.registers_per_sm // (32 * GEMV["WARPS"]),
         )  # fmt: skip
         return Plan(gemv, "gemv", tokens, cdiv(n, groups * GEMV["ROWS"]), groups)
-    if some_rows and not routed and rows <= SOME_ROWS and block_size >= 64 and not (by_row or rank or has_bias):
+    if single and rows <= SOME_ROWS:
         parts = some_split(n, k, properties.num_sms)
-        if rows <= 32 or parts > 1:
+        if rows < SOME_ROWS or n < FULL_TILES * properties.num_sms:
             from kernelbook.packed import kernels_hopper
 
             tokens = max(16, 1 << (rows - 1).bit_length())
             some = launcher(
                 kernels_hopper._some_rows_kernel,
                 BLOCK_SIZE=block_size, SCALE=common["SCALE"], NESTED_BLOCK=NESTED_BLOCK,
-                BLOCK_M=tokens, SPLIT_K=parts, WARPS=SOME_WARPS, **SOME_STEPS[tokens if parts > 1 else 16],
+                BLOCK_M=tokens, SPLIT_K=parts, WARPS=SOME_WARPS, **SOME_STEPS[tokens],
                 num_warps=SOME_WARPS,
             )  # fmt: skip
             return Plan(some, "some", tokens, cdiv(n, 16 * SOME_WARPS), parts)
