@@ -117,11 +117,8 @@ def test_matrix(m: int, kind: str, shape: tuple[int, ...], launched: list[produc
         for nobody in (shape[0], shape[0] + 3, -1):
             with check.poisoned_empty():
                 assert (kb.nf4_matmul(x / 0, q, torch.tensor([nobody])) == 0).all()
-    if q.block_size >= 64:
-        expected = "gemv" if m <= 8 else "some"
-    else:
-        expected = "small_m" if m <= 8 else "gemm"
-    _were({expected}, launched)
+    few, more = ("gemv", "some") if q.block_size >= 64 else ("small_m", "gemm")
+    _were({few if m <= 8 else more}, launched)
 
 
 @pytest.mark.parametrize(
