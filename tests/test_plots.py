@@ -272,3 +272,32 @@ def test_a_step_comes_from_its_ladder_and_says_when_it_is_not_recorded(
     assert not isinstance(figure, str)
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["first", "second", "torch"]
     assert "not recorded" in plots.steps_figure("cube_steps")
+
+
+def test_a_ladder_is_of_the_gpu_that_has_the_page_s_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The book's own, unless only another has them as they are, or has more of them."""
+    monkeypatch.setattr(record, "results_dir", lambda: tmp_path)
+    monkeypatch.setattr(record, "notebook_version", lambda stem: "new")
+    assert plots.ladder_gpu("square_steps") == record.BOOKS_GPU
+
+    def write(folder: str, gpu: str, package: str, steps: int) -> None:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        about = dict.fromkeys(record.ENVIRONMENT, "1") | {"dtype": "float16", "mode": "forward"}
+        rows = _steps().iloc[[0, 2, 1]].assign(op="square", shape="N=1", **about)
+        rows.assign(gpu=gpu, package=package).iloc[:steps].to_csv(tmp_path / folder / "square_steps.csv", index=False)
+        ceilings = {"run": ["r"], "gpu": [gpu], "copy_gbs": [2000.0], "bf16_tflops": [400.0]}
+        pd.DataFrame(ceilings).to_csv(tmp_path / folder / "ceilings.csv", index=False)
+
+    other = "nvidia-x100-pcie"
+    for own, others, expected in (
+        (("old", 2), ("old", 2), "H200"),
+        (("old", 2), ("new", 2), "X100"),
+        (("new", 2), ("new", 2), "H200"),
+        (("new", 2), ("new", 3), "X100"),
+        (("new", 2), ("old", 3), "H200"),
+    ):
+        write(record.BOOKS_GPU, "NVIDIA H200", *own)
+        write(other, "NVIDIA X100 PCIe", *others)
+        assert plots.ladder_gpu("square_steps") == f"an {expected}"
+        name = {"H200": "NVIDIA H200", "X100": "NVIDIA X100 PCIe"}[expected]
+        assert f", {name}:" in plots.step("square_steps", "second") and name in plots.steps("square_steps")

@@ -37,6 +37,7 @@ __all__ = [
     "finish",
     "glue",
     "ladder",
+    "ladder_gpu",
     "new_figure",
     "provenance",
     "provider_style",
@@ -440,9 +441,31 @@ def ladder(
     return table.to_markdown(index=False, disable_numparse=True)
 
 
+def _ladders_folder(stem: str) -> str | None:
+    """Which GPU's ladder is shown: of the page's steps as they are, with the most of them; the book's GPU, if it is as good."""
+    version = record.notebook_version(stem)
+
+    def good(gpu: str) -> tuple[bool, int]:
+        rows = record.load_results(stem, gpu)
+        return version in set(rows["package"].astype(str)), len(rows)
+
+    return max(record.recorded_gpus(stem), key=good, default=None)
+
+
 def _recorded(stem: str) -> pd.DataFrame | None:
-    path = record.results_dir() / record.BOOKS_GPU / f"{stem}.csv"
-    return record.load_results(stem) if path.exists() else None
+    folder = _ladders_folder(stem)
+    return None if folder is None else record.load_results(stem, folder)
+
+
+def ladder_gpu(stem: str) -> str:
+    """The GPU of the ladder that the page shows, in a sentence: "an H200"."""
+    name = record.gpu_name(_ladders_folder(stem) or record.BOOKS_GPU)
+    short = re.search(r"\b[A-Z]+\d+\w*", name)
+    return f"an {short[0]}" if short else name
+
+
+def _ladders_ceilings(stem: str) -> pd.DataFrame:
+    return record.load_ceilings(_ladders_folder(stem) or record.BOOKS_GPU)
 
 
 def _ladders(rows: pd.DataFrame, only: Mapping[str, Any]) -> list[tuple[str, pd.DataFrame]]:
@@ -460,7 +483,7 @@ def step(stem: str, upto: str, *, by: str = "gbs", peak: bool = False, **only: A
     """The line of a recorded :func:`ladder` for one step, under its shape and GPU, or a word on what is missing or older.
 
     Args:
-        stem: the file of the book's GPU that :func:`kernelbook.lab.timing.time_steps` wrote.
+        stem: the file that :func:`kernelbook.lab.timing.time_steps` wrote, of the GPU that :func:`ladder_gpu` names.
         upto: the step.
         by, peak: see :func:`ladder`.
         only: values of columns that pick one ladder among the rows.
@@ -471,7 +494,7 @@ def step(stem: str, upto: str, *, by: str = "gbs", peak: bool = False, **only: A
     if not found:
         return f'*The step "{upto}" is not recorded yet.*'
     [(name, rows)] = found
-    table = ladder(rows, record.load_ceilings(), upto=upto, by=by, peak=peak)
+    table = ladder(rows, _ladders_ceilings(stem), upto=upto, by=by, peak=peak)
     version = record.notebook_version(stem)
     older = "" if not version or version in set(rows["package"].astype(str)) else f"\n\n{EARLIER}."
     return f"{name}, {', '.join(sorted(set(rows['gpu'].astype(str))))}:\n\n{table}{older}"
@@ -493,7 +516,7 @@ def steps_figure(stem: str, **only: Any) -> Figure | str:
     """A recorded ladder as a small chart, a bar for each step with its time, peers in grey; a word where it is not recorded.
 
     Args:
-        stem: the file of the book's GPU that :func:`kernelbook.lab.timing.time_steps` wrote.
+        stem: the file that :func:`kernelbook.lab.timing.time_steps` wrote, of the GPU that :func:`ladder_gpu` names.
         only: values of columns that pick one ladder among the rows; the first of several is drawn.
     """
     recorded = _recorded(stem)
@@ -524,7 +547,7 @@ def steps(
     """All recorded ladders of a chapter as Markdown, the reader's own below, and which steps gained nothing.
 
     Args:
-        stem: the file of the book's GPU that :func:`kernelbook.lab.timing.time_steps` wrote.
+        stem: the file that :func:`kernelbook.lab.timing.time_steps` wrote, of the GPU that :func:`ladder_gpu` names.
         own: what :func:`kernelbook.lab.timing.time_steps` returned: the reader's times, if any, and the version of the
             page's kernels, which says whether the recorded ones are of an earlier version.
         by, peak: see :func:`ladder`; ``by`` for all or by operation.
@@ -536,9 +559,8 @@ def steps(
             continue
         for name, part in _ladders(rows, only):
             kind = by if isinstance(by, str) else by[part["op"].iloc[0]]
-            text += (
-                f"{title}: {name}. {provenance(part)}\n\n{ladder(part, record.load_ceilings(), by=kind, peak=peak)}\n\n"
-            )
+            table = ladder(part, _ladders_ceilings(stem), by=kind, peak=peak)
+            text += f"{title}: {name}. {provenance(part)}\n\n{table}\n\n"
             ours = part.loc[part["provider"].str.startswith("kernelbook")].reset_index(drop=True)
             ms, low, high = (ours[column].astype(float) for column in ("ms", "ms_p20", "ms_p80"))
             best = [0 if i == 0 else int(ms[:i].idxmin()) for i in range(len(ms))]
