@@ -701,10 +701,12 @@ def test_every_head_size_has_tiles_that_fit(target: str) -> None:
                 for descriptors in {False, properties.prefers_tma}:
                     config = kernels.config(kernel, d, itemsize, descriptors, properties)
                     kw = config.kwargs
-                    assert kw["BLOCK_D"] >= d and min(kw["BLOCK_M"], kw["BLOCK_N"]) >= 16
+                    least = 8 if itemsize == 4 and not properties.has_tensor_cores else 16
+                    assert kw["BLOCK_D"] >= d and min(kw["BLOCK_M"], kw["BLOCK_N"]) >= least
                     tiles = kernels._Tiles(kw["BLOCK_M"], kw["BLOCK_N"], config.num_warps, config.num_stages)
                     needs = kernels._shared_bytes(kernel, tiles, kw["BLOCK_D"], itemsize, amd)
-                    assert config.num_stages == 1 or needs <= properties.shared_memory_per_program
+                    # float64 has no smaller tiles: heads beyond 128 need more than the smaller GPUs have.
+                    assert (itemsize == 8 and config.num_stages == 1) or needs <= properties.shared_memory_per_program
 
 
 def test_causal_programs_stay_only_where_they_are_equally_long() -> None:

@@ -420,6 +420,10 @@ SPILLS_ALLOWED = {
         512,
         "128 and 256 features: the sums of earlier parts wait beside those of the present one, and are moved once a part.",
     ),
+    ("_flash_attention_same_bits_kernel", "sm_75"): (
+        192,
+        "float32 at 256 features without tensor cores.",
+    ),
     ("_flash_attention_bwd_dq_kernel", "sm_90"): (
         640,
         "float32 at 128 features: exact products take each operand twice.",
