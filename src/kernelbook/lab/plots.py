@@ -461,7 +461,7 @@ def ladder_gpu(stem: str) -> str:
     """The GPU of the ladder that the page shows, in a sentence: "an H200"."""
     name = record.gpu_name(_ladders_folder(stem) or record.BOOKS_GPU)
     short = re.search(r"\b[A-Z]+\d+\w*", name)
-    return f"an {short[0]}" if short else name
+    return name if short is None else f"{'an' if short[0][0] in 'AEFHILMNORSX' else 'a'} {short[0]}"
 
 
 def _ladders_ceilings(stem: str) -> pd.DataFrame:

@@ -232,9 +232,10 @@ def nf4_matmul(x: torch.Tensor, q: NF4Tensor, expert: int | torch.Tensor) -> tor
     On Hopper GPUs up to 64 rows of 16 bits (K a multiple of 64) go through tensor cores, which take W as it is decoded.
     With blocks of 64 or more and a W of 8 million elements or more, from 9 rows on of 4 million, they take the values of the
     code book in the dtype of ``x``, and the scales multiply sums in float32. With 64 rows, or blocks of 32, and a W of 32 rows
-    a multiprocessor or more, they take W as :func:`nf4_dequantize` gives it. Otherwise up to 8 rows are multiplied in float32, with W as it is; more rows share the cost of dequantizing: W
-    is dequantized first and multiplied by PyTorch. Within :func:`kernelbook.same_bits` any number of rows goes the same
-    way: through tensor cores where the last of these kernels can, else W is made dense.
+    a multiprocessor or more, they take W as :func:`nf4_dequantize` gives it. Otherwise up to 8 rows are multiplied in
+    float32, with W as it is; more rows share the cost of dequantizing: W is dequantized first and multiplied by PyTorch.
+    Within :func:`kernelbook.same_bits` any number of rows goes the same way: through tensor cores where the last of these
+    kernels can, else W is made dense.
 
     Args:
         x: (..., K) float32, float16 or bfloat16, any strides.

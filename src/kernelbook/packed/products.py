@@ -66,10 +66,10 @@ GEMV_STEPS = {
     16: {"CHUNKS": 1, "PREFETCH": 3},
 }  # by rows of x
 # Then up to so many: two programs of four warps a multiprocessor, with parts of K where W has few rows. Measured on an H100
-# (14336 x 4096, 4096 x 14336, 4096 x 4096). All 64 rows, of a W of so many rows a multiprocessor, fill a tile of the next kernel,
-# which is faster then.
-FULL_TILES = 32
+# (14336 x 4096, 4096 x 14336, 4096 x 4096).
 SOME_ROWS = 64
+# All of these rows fill a tile of the next kernel, which is faster where W has so many rows a multiprocessor.
+FULL_TILES = 32
 SOME_WARPS = 4  # with 16 rows of W each
 SOME_STEPS = {
     16: {"BLOCKS": 4, "STAGES": 3},
