@@ -699,14 +699,25 @@ def test_every_head_size_has_tiles_that_fit(target: str) -> None:
         for itemsize in (2, 4, 8):
             for d in range(1, 257):
                 for descriptors in {False, properties.prefers_tma}:
+                    if itemsize == 8 and d > 128 and properties.shared_memory_per_program == 2**16 and not amd:
+                        with pytest.raises(ValueError, match=f"float64 must have at most 128 features .* got {d}"):
+                            kernels.config(kernel, d, itemsize, descriptors, properties)
+                        continue
                     config = kernels.config(kernel, d, itemsize, descriptors, properties)
                     kw = config.kwargs
-                    least = 8 if itemsize == 4 and not properties.has_tensor_cores else 16
+                    least = 8 if itemsize == 8 or (itemsize == 4 and not properties.has_tensor_cores) else 16
                     assert kw["BLOCK_D"] >= d and min(kw["BLOCK_M"], kw["BLOCK_N"]) >= least
                     tiles = kernels._Tiles(kw["BLOCK_M"], kw["BLOCK_N"], config.num_warps, config.num_stages)
                     needs = kernels._shared_bytes(kernel, tiles, kw["BLOCK_D"], itemsize, amd)
-                    # float64 has no smaller tiles: heads beyond 128 need more than the smaller GPUs have.
-                    assert (itemsize == 8 and config.num_stages == 1) or needs <= properties.shared_memory_per_program
+                    assert needs <= properties.shared_memory_per_program
+
+
+@pytest.mark.parametrize(("target", "d"), [("sm_75", 80), ("sm_86", 256)])
+def test_float64_leaves_room_where_shared_memory_is_small(target: str, d: int) -> None:
+    properties = runtime.TARGETS[target]
+    for kernel, owned in (("dkdv", "BLOCK_N"), ("dq", "BLOCK_M")):
+        assert kernels.config(kernel, d, 8, False, properties).kwargs[owned] == 8
+        assert kernels.config(kernel, 64, 8, False, properties).kwargs[owned] == 16
 
 
 def test_causal_programs_stay_only_where_they_are_equally_long() -> None:

@@ -407,10 +407,11 @@ SETTINGS = {
 }
 
 # (kernel, target) -> the most bytes that may be spilled, and why that is accepted. That is what the pinned compiler spills;
-# another one's ptxas spills more of the same kernels, or nothing: in Triton 3.6 up to 840 bytes. Of a kernel that is not
-# listed it may spill a few bytes: in Triton 3.6 8 of LayerNorm's backward pass in float64, in 3.9 56 of attention in float32.
+# another one's ptxas spills more of the same kernels, or nothing: in Triton 3.6 up to 840 bytes, in 3.9 2,528 where 2,432 are
+# listed. Of a kernel that is not listed it may spill a few bytes: in Triton 3.6 8 of LayerNorm's backward pass in float64, in
+# 3.9 56 of attention in float32.
 PINNED = f"triton=={triton.__version__}" in (ROOT / "requirements.txt").read_text()
-OTHERS_SPILL, OTHERS_FEW = 1024, 64
+OTHERS_SPILL, OTHERS_MORE, OTHERS_FEW = 1024, 1.25, 64
 SPILLS_ALLOWED = {
     ("_flash_attention_bwd_dkdv_kernel", "sm_90"): (
         640,
@@ -651,7 +652,7 @@ def test_kernels_compile_without_spilling(room: str, targets: tuple[str, ...]) -
         limit = runtime.TARGETS[target].shared_memory_per_program
         for kernel in of_target:
             allowed, _reason = SPILLS_ALLOWED.get((kernel.name, target), (0, ""))
-            most = allowed if PINNED else OTHERS_SPILL if allowed else OTHERS_FEW
+            most = allowed if PINNED else max(OTHERS_SPILL, OTHERS_MORE * allowed) if allowed else OTHERS_FEW
             assert kernel.spill_bytes <= most, str(kernel)
             assert kernel.shared_bytes <= limit, str(kernel)
         # A reason that no longer holds is struck from the list.

@@ -710,12 +710,21 @@ FMA_TILES = {
 }
 
 
+TURNED_BYTES = 2048  # a tile of 16 x 16 scores in float64
+
+
 def _shared_bytes(kernel: str, tiles: _Tiles, width: int, itemsize: int, amd: bool) -> int:
     """The tiles that a program keeps in shared memory."""
     owned, moved = (tiles.m, tiles.n) if kernel != "dkdv" else (tiles.n, tiles.m)
     kept = {"fwd": 1, "dkdv": 2, "dq": 2}[kernel] * owned
     # A stage is one tile of each operand that the loop reads; AMD's pipeline keeps the newest in registers.
     return (kept + 2 * moved * (tiles.stages - amd)) * width * itemsize
+
+
+def _has_room(kernel: str, tiles: _Tiles, width: int, itemsize: int, properties: runtime.DeviceProperties) -> bool:
+    """Whether tiles that are not pipelined fit into shared memory, with what the compiler turns around beside them."""
+    shared = _shared_bytes(kernel, dataclasses.replace(tiles, stages=1), width, itemsize, properties.is_amd)
+    return shared + TURNED_BYTES <= properties.shared_memory_per_program
 
 
 def block_d(d: int) -> int:
@@ -752,10 +761,18 @@ def config(kernel: str, d: int, itemsize: int, boxes: bool, properties: runtime.
         # The tensor cores take float32 from registers, three times over where it is to be exact: tiles are small.
         wide = kernel == "fwd" and itemsize == 4 and width <= 64 and boxes
         tiles = _Tiles(64, 32, 8, 2) if wide else _Tiles(16, 16, 4, 2)
+        # Of wide heads a program of the backward pass owns 8 rows without tensor cores, where it spills with 16, and in
+        # float64 where 16 have no room.
+        narrow = {"dkdv": _Tiles(16, 8, 4, 1), "dq": _Tiles(8, 16, 4, 1)}.get(kernel, tiles)
         if itemsize == 4 and not properties.has_tensor_cores:
-            # Of wide heads a program of the backward pass owns 8 rows: with 16 it spills, and at 256 features has no room.
-            narrow = {"dkdv": _Tiles(16, 8, 4, 1), "dq": _Tiles(8, 16, 4, 1)}.get(kernel, tiles)
             tiles = narrow if width > 64 else _Tiles(32, 32, 8, 1)
+        elif itemsize == 8 and not _has_room(kernel, tiles, width, itemsize, properties):
+            tiles = narrow
+            if not _has_room(kernel, tiles, width, itemsize, properties):
+                raise ValueError(
+                    f"flash_attention: heads of float64 must have at most {width // 2} features on a GPU with "
+                    f"{properties.shared_memory_per_program:,} bytes of shared memory a program, got {d}"
+                )
     # Ordinary loads that feed the tensor cores and, turned, registers too are not pipelined (see sparse_linear).
     stages = 1 if itemsize > 2 and not boxes else tiles.stages
     while stages > 1:

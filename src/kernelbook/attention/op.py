@@ -39,7 +39,8 @@ def flash_attention(
     Softmax and sums are computed in float32 (float64 for float64 inputs), whatever the dtype of ``q``.
 
     Args:
-        q: (B, H, N, D), float16, bfloat16, float32 or float64, any strides, D from 1 to 256.
+        q: (B, H, N, D), float16, bfloat16, float32 or float64, any strides, D from 1 to 256; in float64 to 128 on a GPU
+            with 64 KiB of shared memory a program.
         k, v: (B, H_kv, S, D), the dtype of ``q``, any strides. H_kv divides H: query head ``h`` reads key and value head
             ``h // (H / H_kv)`` (grouped-query attention).
         causal: query ``i`` sees the keys up to ``i + S - N``: the last query sees all, also where N and S differ.
