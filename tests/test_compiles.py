@@ -445,6 +445,10 @@ SPILLS_ALLOWED = {
         40,
         "float32 at 256 features: exact products take each operand twice.",
     ),
+    ("_sparse_linear_fwd_tiles_kernel", "sm_100"): (
+        0,
+        "Triton 3.9 spills 192 bytes of tiles of 128 x 256; never measured on such a GPU.",
+    ),
     ("_flash_attention_fwd_kernel", "sm_100"): (
         32,
         "Four registers; never measured on such a GPU.",
@@ -651,13 +655,14 @@ def test_kernels_compile_without_spilling(room: str, targets: tuple[str, ...]) -
         assert {kernel.name for kernel in of_target} - shared == _kernels(room, target)
         limit = runtime.TARGETS[target].shared_memory_per_program
         for kernel in of_target:
-            allowed, _reason = SPILLS_ALLOWED.get((kernel.name, target), (0, ""))
-            most = allowed if PINNED else max(OTHERS_SPILL, OTHERS_MORE * allowed) if allowed else OTHERS_FEW
+            listed = SPILLS_ALLOWED.get((kernel.name, target))
+            allowed = listed[0] if listed else 0
+            most = allowed if PINNED else max(OTHERS_SPILL, OTHERS_MORE * allowed) if listed else OTHERS_FEW
             assert kernel.spill_bytes <= most, str(kernel)
             assert kernel.shared_bytes <= limit, str(kernel)
         # A reason that no longer holds is struck from the list.
-        for name, listed in SPILLS_ALLOWED:
-            if PINNED and listed == target and name in _kernels(room, target):
+        for (name, where), (allowed, _reason) in SPILLS_ALLOWED.items():
+            if PINNED and allowed and where == target and name in _kernels(room, target):
                 assert any(k.spill_bytes for k in of_target if k.name == name), f"{name} does not spill on {target}"
 
 

@@ -366,41 +366,6 @@ def choosing_experiment(repeats: int = 10) -> pd.DataFrame:
     return pd.DataFrame([{**row, **about} for row in rows])
 
 
-CLOCKS_KEY = ("gpu", "provider", "mode", "tokens", "zipf")
-
-
-def clocks_experiment(repeats: int = 10) -> pd.DataFrame:
-    """One layer of Qwen3-30B-A3B's size by three clocks.
-
-    Columns: provider, mode (``forward``, or ``forward_backward`` with LoRA), tokens, zipf (of the router; 0 is even), in
-    milliseconds ``device_ms``, ``step_ms`` (the wall clock from Python) and ``step_graph_ms`` (in a CUDA graph; empty where
-    a peer cannot be captured), and ``add_host_us``, what ``torch.add`` cost this host meanwhile.
-    """
-    import pandas as pd
-
-    sizes, rows = MODELS["Qwen3-30B-A3B"], []
-    x = torch.ones(4, device=runtime.DEVICE)
-    y = torch.empty_like(x)
-    for mode, tokens, zipf in (
-        ("forward", 1, 0.0), ("forward_backward", 2048, 0.0), ("forward_backward", 2048, ZIPF),
-    ):  # fmt: skip
-        problem = _problem(mode, tokens, sizes, zipf)
-        for provider in ("kernelbook", "kernelbook:dense", "grouped_mm"):
-            call = problem.providers[provider]
-            for _ in range(3):
-                call()
-            row: dict[str, Any] = {"provider": provider, "mode": mode, "tokens": tokens, "zipf": zipf}
-            row["device_ms"] = f"{timing.measure(call).ms:.5g}"
-            row["step_ms"] = f"{timing.wall(call, calls=5, samples=repeats)[0].ms:.5g}"
-            row["step_graph_ms"] = ""
-            with contextlib.suppress(RuntimeError):
-                row["step_graph_ms"] = f"{timing.wall(Captured(call), calls=5, samples=repeats)[0].ms:.5g}"
-            row["add_host_us"] = f"{timing.host_us(lambda: torch.add(x, 1, out=y)):.3g}"
-            rows.append(row)
-    about = record.environment(record.package_version(*SOURCES))
-    return pd.DataFrame([{**row, **about} for row in rows])
-
-
 PARTS_KEY = ("gpu", "provider", "tokens", "part")
 # What a kernel belongs to, by what its name contains; the first that fits.
 PARTS = {
@@ -448,7 +413,6 @@ def extras() -> Iterator[tuple[str, pd.DataFrame, Sequence[str]]]:
     """Tables of another kind."""
     yield "moe_block_choice", choosing_experiment(), CHOICE_KEY
     yield "moe_block_parts", parts_experiment(), PARTS_KEY
-    yield "moe_block_clocks", clocks_experiment(), CLOCKS_KEY
 
 
 def small_checks() -> list[check.Verdict]:
