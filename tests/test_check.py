@@ -190,14 +190,3 @@ def test_poisoned_empty() -> None:
         assert torch.empty is not plain
         raise ZeroDivisionError
     assert torch.empty is plain
-    assert not check._filling
-
-
-def test_the_class_of_tensors_is_changed_once() -> None:
-    """CPython stops caching the attributes of a class that is changed again and again, and every call takes longer."""
-    with check.poisoned_empty():
-        changed = vars(torch.Tensor)["new_empty"]
-    for _ in range(3):
-        with check.poisoned_empty():
-            assert vars(torch.Tensor)["new_empty"] is changed
-        assert vars(torch.Tensor)["new_empty"] is changed

@@ -17,7 +17,6 @@ since the largest of many errors is a matter of luck::
 
 import contextlib
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -168,26 +167,6 @@ def _fill(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.fill_(True) if tensor.dtype == torch.bool else tensor.fill_(torch.iinfo(tensor.dtype).max)
 
 
-_filling: list[None] = []  # while Tensor.new_empty is to fill what it returns
-
-
-@functools.cache
-def _change_new_empty() -> None:
-    """From now on ``Tensor.new_empty`` looks whether to fill what it returns.
-
-    Once a process, and it stays: when the class of tensors has been changed some ten times, CPython no longer caches its
-    attributes, and whatever Python does with tensors takes longer until the process ends.
-    """
-    allocate = torch.Tensor.new_empty
-
-    @functools.wraps(allocate)
-    def new_empty(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        made = allocate(self, *args, **kwargs)
-        return _fill(made) if _filling else made
-
-    torch.Tensor.new_empty = new_empty  # type: ignore[assignment]
-
-
 @contextlib.contextmanager
 def poisoned_empty() -> Iterator[None]:
     """Within the context, memory that Python code allocates uninitialised is filled with NaN (integers: the maximum).
@@ -199,13 +178,15 @@ def poisoned_empty() -> Iterator[None]:
     def poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         return lambda *args, **kwargs: _fill(allocate(*args, **kwargs))
 
-    _change_new_empty()
     with contextlib.ExitStack() as stack:
         stack.enter_context(memory.poisonable())
-        for name in ("empty", "empty_like", "empty_strided"):
-            stack.enter_context(mock.patch.object(torch, name, poisoned(getattr(torch, name))))
-        _filling.append(None)
-        stack.callback(_filling.pop)
+        for owner, name in (
+            (torch, "empty"),
+            (torch, "empty_like"),
+            (torch, "empty_strided"),
+            (torch.Tensor, "new_empty"),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, poisoned(getattr(owner, name))))
         yield
 
 
