@@ -29,7 +29,7 @@ import triton.language as tl
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime import interpreter
 
-from kernelbook.attention import kernels_hopper
+from kernelbook.attention import kernels_hopper, kernels_hopper_128
 from kernelbook.lab.watched_memory import Bounded
 from kernelbook.packed import kernels, kernels_nvidia
 
@@ -63,6 +63,7 @@ class _Partition:
         self.waits: Callable[[], bool] = lambda: False
         self.barrier: Barrier | None = None
         self.asked = 0  # which counter, last
+        self.ordered = True  # whether what it has seen by that comes before what TMA does
         self.turn = threading.Semaphore(0)
         self.error: BaseException | None = None
         self.done = self.cancelled = False
@@ -131,6 +132,9 @@ class Shared:
         return Shared(self.data.transpose(order), self.dtype, self.slots)
 
     def _reinterpret(self, dtype: Any, shape: Sequence[int], layout: Any) -> "Shared":
+        if len(shape) == 3:  # halves of tiles
+            halves = [half for tile in self.data for half in np.split(tile, 2, axis=1)]
+            return Shared(halves, dtype, [slot for slot in self.slots for _ in range(2)])  # type: ignore[arg-type]
         return Shared(self.data.view(interpreter._get_np_dtype(dtype)).reshape(shape), dtype, self.slots)
 
     def overwrite(self, data: np.ndarray | None) -> None:
@@ -293,12 +297,25 @@ class _Tma:
 
     @staticmethod
     def async_copy_shared_to_global(tiles: Tiles, at: Sequence[Any], memory: Shared) -> None:
+        target, source = _Tma._written(tiles, at, memory)
+        tiles.data[target] = source
+
+    @staticmethod
+    def async_atomic_add(tiles: Tiles, at: Sequence[Any], memory: Shared) -> None:
+        target, source = _Tma._written(tiles, at, memory)
+        tiles.data[target] += source
+
+    @staticmethod
+    def _written(tiles: Tiles, at: Sequence[Any], memory: Shared) -> tuple[tuple[slice, ...], np.ndarray]:
+        """Where, and what."""
         here = _program.here
-        if not {*memory.slots}.isdisjoint(here.stored):
+        if not all(slot.visible or slot in here.fenced for slot in memory.slots):
             raise WrongOrderError("what threads have stored is copied without a fence")
+        if not here.ordered:
+            raise WrongOrderError("what the last program has written may come after what is added to it")
         here.stores += memory.slots
         target, source = tiles.part(at)
-        tiles.data[target] = memory.data.reshape(tiles.block)[source]
+        return target, memory.data.reshape(tiles.block)[source]
 
     @staticmethod
     def store_wait(outstanding: int) -> None:
@@ -482,7 +499,7 @@ def _ask(counter: Any) -> Any:
     here, asked = _program.here, counter.handle.data.item()
     if here.asked == asked:
         raise WrongOrderError("a program waits for a turn that nobody will pass on to it")
-    here.asked = asked
+    here.asked, here.ordered = asked, False
     return tl.atomic_add(counter, 0, sem="acquire", _semantic=interpreter.interpreter_semantic)
 
 
@@ -491,6 +508,18 @@ def _pass(counter: Any, turn: Any) -> Any:
     if not passed:
         return turn
     return tl.atomic_xchg(counter, turn, sem="release", _semantic=interpreter.interpreter_semantic)
+
+
+def _before_tma(_counter: Any) -> None:
+    _program.here.ordered = True
+
+
+_TURNS: dict[str, Callable[..., Any]] = {
+    kernels_hopper.ASK.value: _ask,
+    kernels_hopper.PASS.value: _pass,
+    kernels_hopper_128.BEFORE_TMA.value: _before_tma,
+    kernels_hopper_128.PASS_WRITTEN.value: _pass,
+}
 
 
 def _thread_barrier() -> None:
@@ -512,8 +541,8 @@ def _inline_asm_elementwise(
     asm: Any, constraints: Any, args: Sequence[Any], dtype: Any, is_pure: bool, pack: int
 ) -> Any:
     asm = getattr(asm, "value", asm)
-    if asm in (kernels_hopper.ASK.value, kernels_hopper.PASS.value):
-        return (_ask if asm == kernels_hopper.ASK.value else _pass)(*args)
+    if asm in _TURNS:
+        return _TURNS[asm](*args)
     data = np.broadcast_arrays(*(arg.handle.data for arg in args))
     scalar = not any(arg.type.is_block() for arg in args)
     if "bar.warp.sync" in asm:

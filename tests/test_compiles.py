@@ -45,6 +45,8 @@ for d in FLOAT32_HEADS:
     step(d, torch.float32, aligned=False)
 step(64, torch.float16, causal=False, n=2048)
 step(64, torch.bfloat16, n=10000)
+if 256 in HEADS:  # for Hopper
+    step(128, torch.bfloat16, causal=False, n=16384)
 q, k, v = (torch.empty(2, h, 1024, 128, dtype=torch.bfloat16, requires_grad=True) for h in (4, 2, 2))
 o = kb.flash_attention(q, k, v, causal=True, lengths=torch.zeros(2, dtype=torch.int32), window=200)
 o.backward(torch.empty_like(o))
@@ -437,6 +439,10 @@ SPILLS_ALLOWED = {
         16,
         "Up to four registers, of the code that hands each warpgroup its part.",
     ),
+    ("_flash_attention_bwd_128_hopper_kernel", "sm_90"): (
+        16,
+        "Up to four registers outside the loops.",
+    ),
     ("_flash_attention_fwd_hopper_kernel", "sm_90"): (
         32,
         "128 and 256 features: some registers outside the loop over the tiles.",
@@ -594,7 +600,7 @@ BY_CUBLAS = {
 def _kernels(room: str, target: str) -> set[str]:
     """The names of the kernels that a room has for a GPU, by reading its kernels.py (and kernels_*.py)."""
     names = {"kernels.py", "kernels_decode.py", "kernels_same_bits.py"} | (
-        {"kernels_hopper.py"} if target == "sm_90" else set()
+        {"kernels_hopper.py", "kernels_hopper_128.py"} if target == "sm_90" else set()
     )
     paths = [path for path in (SRC / room).glob("kernels*.py") if path.name in names]
     if room == "moe_lora" and target == "sm_90":  # experts in 4 bits

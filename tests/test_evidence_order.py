@@ -12,12 +12,15 @@ import re
 
 import pytest
 
-from kernelbook.attention import kernels_hopper
+from kernelbook.attention import kernels_hopper, kernels_hopper_128
 from kernelbook.lab.compiled import compile_calls
 
 STEP = """
 import torch, kernelbook as kb
 q, k, v = (torch.empty(4, 16, 2048, 128, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+o = kb.flash_attention(q, k, v, causal=True)
+o.backward(torch.empty_like(o))
+q, k, v = (torch.empty(4, 16, 4096, 128, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
 o = kb.flash_attention(q, k, v, causal=True)
 o.backward(torch.empty_like(o))
 q, k, v = (torch.empty(4, 16, 2048, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
@@ -44,14 +47,14 @@ def handshakes(ptx: str, line: int) -> list[str]:
 def kernels() -> list[tuple[str, str]]:
     """Names and PTX."""
     found = [(k.name, k.asm["ptx"]) for k in compile_calls(STEP, asm=("ptx",)) if "hopper" in k.name]
-    assert len({name for name, _ in found}) == 5
+    assert len({name for name, _ in found}) == 6
     return found
 
 
 def test_what_the_compiler_shares_is_behind_barriers(kernels: list[tuple[str, str]]) -> None:
-    lines = inspect.getsource(kernels_hopper).splitlines()
+    modules = [inspect.getsource(module).splitlines() for module in (kernels_hopper, kernels_hopper_128)]
     for name, ptx in kernels:
-        line = next(i for i, text in enumerate(lines, 1) if text.startswith(f"def {name}("))
+        line = next(i for lines in modules for i, text in enumerate(lines, 1) if text.startswith(f"def {name}("))
         order = handshakes(ptx, line)
         assert "st" in order and "ld" in order, (name, order)
         for kind in ("st", "ld"):

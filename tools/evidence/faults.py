@@ -23,7 +23,12 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "nf4": (("nf4/kernels.py",), ("test_nf4.py",)),
     "moe_lora": (("moe_lora/kernels.py",), ("test_moe_lora.py",)),
     "attention": (
-        ("attention/kernels.py", "attention/kernels_decode.py", "attention/kernels_hopper.py"),
+        (
+            "attention/kernels.py",
+            "attention/kernels_decode.py",
+            "attention/kernels_hopper.py",
+            "attention/kernels_hopper_128.py",
+        ),
         ("test_attention.py", "test_attention_decode.py"),
     ),
     "packed": (

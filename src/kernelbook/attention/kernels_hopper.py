@@ -10,7 +10,8 @@ then the producer loads the next block's tiles while the consumers finish this o
     forward  a consumer owns 64 queries; two take turns with the tensor cores, or three run free
     dkdv     a consumer owns 64 keys, on transposed tiles; with heads of 256, one of two computes dv and the other dk
     dq       a consumer owns 64 queries
-    bwd      as dkdv, and a third consumer computes dq: all three at once, with heads of 64
+    bwd      as dkdv, and a third consumer computes dq: all three at once, with heads of 64; with heads of 128 and long
+             sequences that of ``kernels_hopper_128.py``
 
 Not handled here: dtypes of other than 16 bits, tensors that descriptors cannot read, and what ``forward_config`` and
 ``backward_config`` leave to the plain kernels.
@@ -1262,8 +1263,9 @@ BACKWARD_TILES: dict[int, tuple[int, int, tuple[int, int] | None]] = {
     128: (64, 3, (64, 4)),
     256: (64, 2, (32, 3)),
 }
-# By BLOCK_D: queries a tile, buffers, and buffers of ds of the kernel for dq, dk and dv at once, where it is faster than two.
-ALL_GRADIENTS_TILES: dict[int, tuple[int, int, int]] = {64: (64, 3, 2)}
+# By BLOCK_D: queries a tile, buffers, and buffers of ds of the kernel for dq, dk and dv at once, where it is faster than two:
+# from how many keys on.
+ALL_GRADIENTS_TILES: dict[int, tuple[int, int, int, int]] = {64: (64, 3, 2, 0), 128: (64, 3, 2, 4096)}
 PADDING = 128  # rows that lse and delta are padded to: no tile of them reaches into the next head
 
 
@@ -1366,23 +1368,25 @@ def backward_config(
     return _backward_tiles(width, *BACKWARD_TILES[width])
 
 
-def all_gradients_config(d: int, itemsize: int, properties: runtime.DeviceProperties) -> triton.Config | None:
-    """The tiles of the kernel for dq, dk and dv at once; ``None`` where two kernels are to be used."""
+def all_gradients_config(d: int, itemsize: int, s: int, properties: runtime.DeviceProperties) -> triton.Config | None:
+    """The tiles of the kernel for dq, dk and dv at once of ``s`` keys; ``None`` where two kernels are to be used."""
     width = _is_for(d, itemsize, properties)
     if width is None or width not in ALL_GRADIENTS_TILES:
         return None
-    block_m, stages, ds_stages = ALL_GRADIENTS_TILES[width]
+    block_m, stages, ds_stages, shortest = ALL_GRADIENTS_TILES[width]
+    if s < shortest:
+        return None
     blocks = {"BLOCK_D": width, "ROWS": ROWS, "BLOCK_M": block_m}
     return triton.Config({**blocks, "STAGES": stages, "DS_STAGES": ds_stages}, num_warps=4)
 
 
-def all_gradients_section(heads: int, fitting: int, causal: bool, num_sms: int) -> int:
-    """How many of ``heads`` heads to work on at a time: no more than are ``fitting`` for two kernels.
+def all_gradients_section(heads: int, fitting: int, width: int, causal: bool, num_sms: int) -> int:
+    """How many of ``heads`` heads to work on at a time: no more than are ``fitting`` for two kernels; of wide heads twice as many.
 
     Sums of dq take room in the L2 cache too, as much as the tensors read: where programs are equally long, half as many heads.
     Two programs a head or more run beside each other, so that the next part of a sum comes soon. All sections are equally large.
     """
-    most = min(fitting, num_sms // 2)
+    most = min(2 * fitting if width > 64 else fitting, num_sms // 2)
     return -(-heads // -(-heads // max(1, most if causal else most // 2)))
 
 
@@ -1408,5 +1412,5 @@ def config(
     if kernel == "fwd":
         return forward_config(d, itemsize, s, causal, properties)
     if kernel == "bwd":
-        return all_gradients_config(d, itemsize, properties)
+        return all_gradients_config(d, itemsize, s, properties)
     return (backward_config(d, itemsize, properties) or (None, None))[kernel == "dq"]

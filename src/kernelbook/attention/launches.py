@@ -23,7 +23,7 @@ from kernelbook.tensors import aligned_steps, allows_tf32, strided
 try:  # Gluon is experimental: where Triton has changed it, the plain kernels do the work
     from triton.experimental.gluon.language import NVMMASharedLayout
 
-    from kernelbook.attention import kernels_hopper
+    from kernelbook.attention import kernels_hopper, kernels_hopper_128
 
     HAS_GLUON = gluon_names.USABLE
 except (ImportError, AttributeError):
@@ -298,28 +298,51 @@ def dkdv(p: Problem, reach: Reach) -> tuple[Tiles, int, int]:
     return _hopper(kernel, config, p, grid, sizes, PARTS=splits), n_padded, splits
 
 
-def all_gradients(p: Problem, reach: Reach) -> tuple[Tiles, int, int, tuple[int, int]] | None:
-    """As ``dkdv``, for the kernel that computes dq too -> also the shape in which it adds up dq: tiles, and the size of one.
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class AddingUp:
+    """How a kernel for dq, dk and dv adds up dq, in float32."""
 
-    ``None`` where two kernels are to be used.
-    """
+    shape: tuple[int, int]  # of the sums
+    counters: int
+    sums: Rows | None = None  # None: by pointer, and it writes dq itself
+    round: Launch | None = None  # the sums, to dq
+    round_grid: tuple[int] = (0,)
+
+    def of(self, dq: Tensor, sums: Tensor, turns: Tensor) -> tuple[Any, ...]:
+        """dq, the sums and the counters as the kernel's arguments."""
+        return (dq, *dq.stride(), sums, turns) if self.sums is None else (*self.sums.of(sums), turns)
+
+
+def all_gradients(p: Problem, reach: Reach) -> tuple[Tiles, int, int, AddingUp] | None:
+    """As ``dkdv``, for the kernel that computes dq too -> also how it adds up dq; ``None`` where two kernels are to be used."""
     config = None if p.causal and p.s < p.n else _hopper_config("bwd", p, reach)
     if config is None:
         return None
-    num_sms, block_m = p.properties.num_sms, config.kwargs["BLOCK_M"]
+    num_sms, block_m, width = p.properties.num_sms, config.kwargs["BLOCK_M"], config.kwargs["BLOCK_D"]
     splits = kernels_hopper.parts(p.b * p.h_kv, p.s, p.group, p.d, num_sms)
     heads = p.b * p.h_kv * splits
     fitting = kernels.section(p.n, heads, p.d, p.dtype.itemsize, True, p.properties)
-    section = kernels_hopper.all_gradients_section(heads, fitting, p.causal, num_sms)
+    section = kernels_hopper.all_gradients_section(heads, fitting, width, p.causal, num_sms)
     members = p.group // splits
     if not kernels_hopper.programs_wait_little(heads, p.n, p.s, members, p.causal, section, block_m, num_sms):
         return None
     n_padded = cdiv(p.n, kernels_hopper.PADDING) * kernels_hopper.PADDING
-    block_n = 2 * config.kwargs["ROWS"]
-    kernel = kernels_hopper._flash_attention_bwd_hopper_kernel
-    constants = {"D": p.d, "PARTS": splits, "RAGGED": not p.causal and p.s % block_n > 0}
+    block_n, tiles_of_queries = 2 * config.kwargs["ROWS"], p.b * p.h * cdiv(p.n, block_m)
+    constants = {"PARTS": splits, "RAGGED": not p.causal and p.s % block_n > 0}
+    if width <= 64:
+        kernel, constants["D"] = kernels_hopper._flash_attention_bwd_hopper_kernel, p.d
+        adding_up = AddingUp((tiles_of_queries, block_m * width), tiles_of_queries)
+    else:
+        kernel, rounding = kernels_hopper_128._flash_attention_bwd_128_hopper_kernel, kernels_hopper_128.ROUND_CONFIG
+        half = Rows(block(block_m, width // 2, layout=NVMMASharedLayout(128, 32, rank=2)))
+        launch = launcher(
+            kernels_hopper_128._flash_attention_bwd_round_kernel, D=p.d, BLOCK_M=block_m, BLOCK_D=width,
+            **rounding.kwargs, num_warps=rounding.num_warps,
+        )  # fmt: skip
+        grid = (tiles_of_queries * block_m // rounding.kwargs["ROWS"],)
+        adding_up = AddingUp((tiles_of_queries * block_m, width), 2 * tiles_of_queries, half, launch, grid)
     tiles = _hopper(kernel, config, p, cdiv(p.s, block_n) * heads, (n_padded, section), **constants)
-    return tiles, n_padded, splits, (p.b * p.h * cdiv(p.n, block_m), block_m * config.kwargs["BLOCK_D"])
+    return tiles, n_padded, splits, adding_up
 
 
 def dq(p: Problem, reach: Reach, n_padded: int) -> Tiles:

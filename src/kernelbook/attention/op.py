@@ -335,7 +335,7 @@ class _BackwardPlan:
     delta_shape: tuple[int, int, int]  # (B, H, N), N rounded up where kernels load whole blocks
     of_keys: launches.Tiles
     of_queries: launches.Tiles | None  # None: the kernel for dk and dv computes dq too
-    dq_sums_shape: tuple[int, int] | None  # where it adds up dq: tiles, each with a counter, and the size of one
+    adding_up: launches.AddingUp | None  # how it adds up dq
     splits: int  # so many programs share the query heads of one key head
     partial_shape: tuple[int, ...]  # of their dk and dv
     of_sinks: Launch | None
@@ -355,9 +355,9 @@ def _backward_plan(
     if plan is None:
         p = launches.problem(q, k, causal, lengths, window, precision, sinks=sinks, softcap=softcap)
         reach = launches.reach(p, (q, k, v, do), (q, k, v))
-        scaling, of_queries, dq_sums_shape = launches.scaling(p.dtype, scale), None, None
+        scaling, of_queries, adding_up = launches.scaling(p.dtype, scale), None, None
         if (at_once := launches.all_gradients(p, reach)) is not None:
-            of_keys, n_padded, splits, dq_sums_shape = at_once
+            of_keys, n_padded, splits, adding_up = at_once
         else:
             of_keys, n_padded, splits = launches.dkdv(p, reach)
             of_queries = launches.dq(p, reach, n_padded)
@@ -365,7 +365,7 @@ def _backward_plan(
         plan = _BackwardPlan(
             aligned and in_pieces and scaling.queries == 1, scaling,
             *launches.delta(p, n_padded, of_keys.vectors is not None), (p.b, p.h, n_padded),
-            of_keys, of_queries, dq_sums_shape, splits, (p.b, p.h_kv * splits, p.s, p.d),
+            of_keys, of_queries, adding_up, splits, (p.b, p.h_kv * splits, p.s, p.d),
             None if sinks is None else launches.dsinks(p),
         )  # fmt: skip
         _backward_plans.keep(key, plan)
@@ -393,11 +393,11 @@ def _backward(
     sums = dk, dv
     if plan.splits > 1:
         sums = empty(plan.partial_shape, k.dtype, k), empty(plan.partial_shape, v.dtype, v)
-    adding_up: tuple[Any, ...] = ()
-    if plan.dq_sums_shape is not None:
-        turns = counters(plan.dq_sums_shape[0], q.device)
-        adding_up = dq, *dq.stride(), empty(plan.dq_sums_shape, lse.dtype, q), turns
-    for tiles, results, more in ((plan.of_keys, sums, adding_up), (plan.of_queries, (dq,), ())):
+    adding_up, dq_sums, dq_arguments = plan.adding_up, dq, ()
+    if adding_up is not None:
+        dq_sums = empty(adding_up.shape, lse.dtype, q)
+        dq_arguments = adding_up.of(dq, dq_sums, counters(adding_up.counters, q.device))
+    for tiles, results, more in ((plan.of_keys, sums, dq_arguments), (plan.of_queries, (dq,), ())):
         if tiles is None:
             continue
         tiles.launch(
@@ -405,6 +405,8 @@ def _backward(
             tiles.vector(padded), tiles.vector(delta), *(part for result in results for part in tiles.results.of(result)),
             *more, *tiles.sizes, *tiles.seen(lengths, padded), scaling.scores, scaling.gradients,
         )  # fmt: skip
+    if adding_up is not None and adding_up.round is not None:
+        adding_up.round(adding_up.round_grid, dq_sums, dq, *dq.stride()[:3], h, n, scaling.gradients)
     if plan.splits > 1:
         for result, partial in zip((dk, dv), sums, strict=True):
             torch.sum(partial.unflatten(1, (k.shape[1], plan.splits)), 2, out=result)
