@@ -987,7 +987,7 @@ def test_float64_on_a_gpu() -> None:
 def test_bitwise_reproducible(
     d: int, how: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """Nothing is added in any order; a race between copies and tensor cores would show too."""
+    """All sums have one order; a race between copies and tensor cores would show too."""
     if how == "at once":
         request.getfixturevalue("all_gradients_at_once")
     elif how != "hopper":
