@@ -610,7 +610,7 @@ def _scope(module: Any, sources: tuple[str, ...]) -> dict[str, Any]:
     ours = {
         "gl": _Gluon(), "async_copy": _Copies, "fence_async_shared": _fence, "warpgroup_mma": _warpgroup_mma,
         "warpgroup_mma_wait": _warpgroup_mma_wait, "mma_v2": _mma_v2, "mbarrier": _MBarrier, "tma": _Tma,
-        "thread_barrier": _thread_barrier,
+        "thread_barrier": _thread_barrier, "async_atomic_add": _Tma.async_atomic_add,
     }  # fmt: skip
     scope = vars(interpreter) | vars(module) | {name: value for name, value in ours.items() if name in vars(module)}
     for name, function in vars(module).items():

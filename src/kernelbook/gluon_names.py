@@ -1,5 +1,4 @@
-"""Functions of Gluon that Triton has renamed, under the names by which the kernels call them: those of Triton 3.6. And one of
-Triton 3.8, of which earlier versions have all but the name.
+"""Functions of Gluon that Triton has renamed, under the names by which the kernels call them: those of Triton 3.6.
 
 Gluon is experimental, and this is the one place that knows what moved. ``USABLE`` says whether kernels in Gluon are taken at
 all: a Triton that nobody has tried them with runs those that every GPU has.
@@ -23,21 +22,6 @@ def _named(module: Any, **newer: str) -> Any:
     return copy
 
 
-def _with_atomic_add(module: Any) -> Any:
-    """A copy of TMA's module, with the addition of a tile in shared memory to global memory."""
-    from triton._C.libtriton import ir
-    from triton.experimental.gluon.language import _core
-
-    def async_atomic_add(tensor_desc: Any, coord: Any, src: Any, _semantic: Any = None) -> None:
-        coord = _semantic._convert_to_ir_values(coord, require_i64=False)
-        _semantic.builder.create_async_tma_reduce(add, tensor_desc.handle, coord, src.handle)
-
-    add = ir.DESCRIPTOR_REDUCE_KIND.ADD
-    copy = ModuleType(module.__name__)
-    vars(copy).update(vars(module), async_atomic_add=_core.builtin(async_atomic_add))
-    return copy
-
-
 tma: Any = None
 async_copy: Any = None
 thread_barrier: Any = None
@@ -50,8 +34,6 @@ try:
     if not hasattr(shared_memory_descriptor, "_reinterpret"):
         shared_memory_descriptor._reinterpret = shared_memory_descriptor.reinterpret
     tma = _named(hopper.tma, async_copy_global_to_shared="async_load", async_copy_shared_to_global="async_store")
-    if not hasattr(tma, "async_atomic_add"):
-        tma = _with_atomic_add(tma)
     async_copy = _named(ampere.async_copy, async_copy_global_to_shared="async_load")
     thread_barrier = language.barrier if hasattr(language, "barrier") else language.thread_barrier
 except (ImportError, AttributeError):

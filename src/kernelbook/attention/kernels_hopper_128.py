@@ -22,12 +22,24 @@ import triton
 import triton.experimental.gluon as gluon
 import triton.experimental.gluon.language as gl
 import triton.language as tl
+from triton.experimental.gluon.language import _core
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+
+
+def _async_atomic_add(tensor_desc, coord, src, _semantic=None):
+    """Adds a tile in shared memory to global memory by TMA: Triton 3.8's, of which earlier versions have all but this function."""
+    from triton._C.libtriton import ir
+
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
+
+
+async_atomic_add = getattr(tma, "async_atomic_add", None) or _core.builtin(_async_atomic_add)
 
 # What the warp has seen with its turn comes before what TMA does for it next. $0: nothing. $1: the counter.
 BEFORE_TMA = gl.constexpr("fence.proxy.async.global; mov.u32 $0, 0;")
@@ -200,7 +212,7 @@ def _add_up_half(
         if block == 0:
             tma.async_copy_shared_to_global(sums, at, dq_smem.index(W))
         else:
-            tma.async_atomic_add(sums, at, dq_smem.index(W))
+            async_atomic_add(sums, at, dq_smem.index(W))
         tma.store_wait(0)
         mbarrier.arrive(dq_free.index(W))
         turn = gl.where(block == last, 0, block + 1)  # 0: as it was, for the next call
