@@ -238,7 +238,8 @@ def test_cases_that_a_job_has_rows_of_are_not_measured_again(
     monkeypatch.setattr(cli.registry, "bench", lambda _: one)
     monkeypatch.setattr(cli, "_can_measure", lambda: True)
     monkeypatch.setattr(runtime, "device_slug", lambda: "fake-gpu")
-    monkeypatch.setattr(record, "write_results", record.write_results)
+    for name in ("write_results", "drop_rows"):
+        monkeypatch.setattr(record, name, getattr(record, name))
     monkeypatch.setattr(
         cli, "_bench_cases", lambda one, stem, found, *_: asked.extend(case.x for case in found) or ["one"]
     )
@@ -250,6 +251,11 @@ def test_cases_that_a_job_has_rows_of_are_not_measured_again(
     assert asked == [0]
     record.write_results(Path("anywhere") / "layer_norm.csv", pd.DataFrame([_row(package)]), key=("op", "x"))
     assert json.loads((tmp_path / "job" / "fake-gpu" / "layer_norm.key").read_text()) == ["op", "x"]
+    recorded = tmp_path / "recorded" / "layer_norm.csv"
+    recorded.parent.mkdir()
+    recorded.write_text(path.read_text())
+    record.drop_rows(recorded, lambda rows: [True] * len(rows))
+    assert len(pd.read_csv(recorded)) and not len(pd.read_csv(path))
 
 
 def _brought(

@@ -31,16 +31,19 @@ TESTS = Path(__file__).resolve().parent.parent / "tests"
 
 
 def redirect(folder: Path) -> None:
-    """Has every table written below ``folder``, wherever it would go, and its key noted."""
-    write = record.write_results
+    """Has every table written below ``folder``, wherever it would go, and its key noted; rows are dropped there too."""
+    write, drop = record.write_results, record.drop_rows
+
+    def here(path: Path) -> Path:
+        return folder / runtime.device_slug() / path.name
 
     def noted(path: Path, rows: pd.DataFrame, key: Sequence[str] = record.KEY) -> pd.DataFrame:
-        path = folder / runtime.device_slug() / path.name
-        table = write(path, rows, key)
-        path.with_suffix(".key").write_text(json.dumps(list(key)))
+        table = write(here(path), rows, key)
+        here(path).with_suffix(".key").write_text(json.dumps(list(key)))
         return table
 
     record.write_results = noted  # type: ignore[assignment]
+    record.drop_rows = lambda path, which: drop(here(path), which)
 
 
 # Of which cases the peer axolotl, where it is installed, times many tiles: as ``bench --select`` has them.
@@ -112,13 +115,15 @@ def loss(folder: Path, *arguments: str) -> int:
 
 def ladder(folder: Path, name: str, how: str = "") -> int:
     """The ladder of a chapter; with ``warm`` it is checked and not recorded."""
+    from IPython.display import display
+
     text = record_chapters.steps_program(record_chapters.NOTEBOOKS / f"{name}.ipynb")
     if how == "warm":
         text = text.replace("RECORD_STEPS = True", "RECORD_STEPS = False")
     program = folder / f"{name}.py"
     program.write_text(text)
     os.chdir(record_chapters.NOTEBOOKS)
-    runpy.run_path(str(program), run_name="__main__")
+    runpy.run_path(str(program), {"display": display}, run_name="__main__")
     return 0
 
 
