@@ -1,9 +1,11 @@
-"""What the pages say of recorded rows: ratios within a run, and a verdict only where the bands lie apart."""
+"""What the pages say of recorded rows: ratios within a run, and a verdict only where the bands lie apart, and the share of the bound."""
+
+from pathlib import Path
 
 import pandas as pd
 import pytest
 
-from kernelbook.lab import measured
+from kernelbook.lab import measured, record
 
 
 @pytest.fixture
@@ -52,3 +54,133 @@ def test_shapes_name_what_is_swept() -> None:
     rows = pd.DataFrame({"shape": ["M=1 N=2", "M=1", ""], "x_name": ["N", "N", None], "x": [2.0, 0.25, float("nan")]})
     assert list(measured.with_swept(rows)) == ["M=1 N=2", "M=1 N=0.25", ""]
     assert measured.sizes(rows["shape"][:2])["M"].tolist() == ["1", "1"]
+
+
+CEILINGS = pd.DataFrame(
+    {"run": ["a", "b"], "copy_gbs": [2000.0, 4000.0], "bf16_tflops": [500.0, 700.0], "tf32_tflops": [250.0, 350.0], "empty_us": [4.0, 8.0]}
+)  # fmt: skip
+
+
+def calls(*rows: tuple[str, str, float, float, float], **changes: object) -> pd.DataFrame:
+    """Rows of run, dtype, gbytes, gflop and ms."""
+    table = pd.DataFrame(rows, columns=["run", "dtype", "gbytes", "gflop", "ms"])
+    named = {"op": "f", "mode": "forward", "shape": [f"N={i}" for i in range(len(table))], "x_name": "N", "x": 1.0}
+    return table.assign(**{**named, **changes})
+
+
+def test_the_bound_is_the_longest_of_bytes_products_and_a_launch() -> None:
+    found = measured.shares(
+        calls(
+            ("a", "bfloat16", 2.0, 100.0, 2.0),  # 1 ms at 2,000 GB/s, 0.2 ms at 500 TFLOP/s
+            ("b", "bfloat16", 2.0, 100.0, 2.0),  # 0.5 ms at 4,000 GB/s of its own run
+            ("a", "bfloat16", 0.2, 1000.0, 4.0),  # 2 ms at 500 TFLOP/s
+            ("a", "float32", 0.2, 1000.0, 4.0),  # 4 ms at 250 TFLOP/s
+            ("a", "bfloat16", 0.002, 0.1, 0.008),  # 1 µs, 0.2 µs, and a launch of 4
+            ("a", "bfloat16", 2.0, float("nan"), 0.8),  # no operations counted; faster than a copy
+            ("c", "bfloat16", 3.0, 0.0, 2.0),  # the median of both runs: 3,000 GB/s
+        ),
+        CEILINGS,
+    )
+    assert list(found["bound"]) == ["bytes", "bytes", "products", "products", "launch", "bytes", "bytes"]
+    assert found["share"].tolist() == pytest.approx([0.5, 0.25, 0.5, 1.0, 0.5, 1.25, 0.5])
+
+
+def test_nothing_is_said_of_a_row_that_counts_neither_bytes_nor_operations() -> None:
+    found = measured.shares(calls(("a", "bfloat16", 0.0, float("nan"), 2.0)), CEILINGS)
+    assert list(found["bound"]) == [""] and found["share"].isna().all()
+    (line,) = measured.share_lines(found).to_dict("records")
+    assert line["points"] == 1 and line["where"] == "" and line["unknown"] == "bytes, operations"
+    assert pd.isna(line["median"])
+
+
+def test_a_line_has_the_worst_the_middle_and_the_best_share_and_where_it_is_worst() -> None:
+    points = [("a", "bfloat16", 2.0, flop, ms) for flop, ms in ((1.0, 2.0), (1.0, 4.0), (0.0, 1.25), (1000.0, 2.5))]
+    backward = calls(*points, mode="backward", x_name="k", x=[1.0, 2.0, 3.0, 4.0])
+    forward, other = calls(points[0]), calls(points[0], op="g")
+    found = measured.shares(pd.concat([backward, other, forward], ignore_index=True), CEILINGS)
+    lines = measured.share_lines(found)
+    assert list(zip(lines["op"], lines["mode"], strict=True)) == [("f", "forward"), ("f", "backward"), ("g", "forward")]
+    line = lines.iloc[1]
+    assert [line["lowest"], line["median"], line["highest"]] == pytest.approx([0.25, 0.65, 0.8])
+    assert line["where"] == "N=1 k=2" and line["bound"] == "bytes" and line["unknown"] == "operations"
+    assert list(lines["unknown"]) == ["", "operations", ""]
+
+
+def test_the_middle_point_of_each_function_is_a_row_of_it() -> None:
+    table = calls(*(("a", "bfloat16", 2.0, 1.0, ms) for ms in (1.0, 5.0, 2.0, 4.0)), op=["f", "f", "f", "g"])
+    middle = measured.middles(measured.shares(table, CEILINGS)).set_index("op")
+    assert middle["ms"].to_dict() == {"f": 2.0, "g": 4.0}
+
+
+def test_bounded_are_the_package_s_own_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = calls(
+        *[("a", "bfloat16", 2.0, 1.0, 2.0)] * 5,
+        provider=["kernelbook", "kernelbook:locks", "torch", *["kernelbook"] * 2],
+    )
+    rows = rows.assign(op=["f", "f", "f", "read_rows", "f"], mode=[*["forward"] * 4, "first_call"])
+    loaded: list[str] = []
+    monkeypatch.setattr(
+        record, "recorded_gpus", lambda stem: ["a-gpu"] if stem in ("layer_norm", "several_gpus") else []
+    )
+    monkeypatch.setattr(
+        record,
+        "load_results",
+        lambda stem, gpu: [
+            loaded.append(stem),
+            pd.concat([rows, calls(("a", "float32", 2.0, 1.0, 2.0), provider="kernelbook")]),
+        ][1],
+    )
+    monkeypatch.setattr(record, "load_ceilings", lambda gpu: CEILINGS)
+    assert len(measured.bounded("a-gpu")) == 1 and loaded == ["layer_norm"]
+
+
+def counters(**waits: float) -> dict[str, float]:
+    busy = {
+        "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed": 60.0,
+        "sm__throughput.avg.pct_of_peak_sustained_elapsed": 20.0,
+        "sm__warps_active.avg.pct_of_peak_sustained_active": 40.0,
+    }
+    return busy | {
+        f"smsp__average_warps_issue_stalled_{name}_per_issue_active.ratio": value for name, value in waits.items()
+    }
+
+
+def test_what_was_counted_names_what_a_warp_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "results_dir", lambda: tmp_path)
+    assert measured.counted("a-gpu").empty
+    (tmp_path / "a-gpu").mkdir()
+
+    def written(name: str, counts: dict[str, float], **about: object) -> None:
+        rows = pd.DataFrame(
+            [{**about, "metric": metric, "value": value, "date": "2026-11-28"} for metric, value in counts.items()]
+        )
+        rows.to_csv(tmp_path / "a-gpu" / name, index=False)
+
+    profiled = pd.Series({"_layer_norm_fwd_kernel": "M=1", "_layer_norm_bwd_locks_kernel": "M=2"})
+    written(
+        "profile.csv", counters(selected=5.0, long_scoreboard=3.0, barrier=2.0), kernel=profiled.index[0], problem="M=1"
+    )
+    (line,) = measured.counted("a-gpu").to_dict("records")
+    assert (line["op"], line["mode"], line["problem"]) == ("layer_norm", "forward", "M=1, float16")
+    assert (line["wait"], line["waits"], line["memory"], line["unit"], line["warps"]) == (
+        "long scoreboard",
+        30,
+        60,
+        20,
+        40,
+    )
+    written("profile.csv", counters(selected=5.0, barrier=2.0), kernel=profiled.index[1], problem="M=2")
+    assert measured.counted("a-gpu").empty  # the kernel of a variant is none of the function's
+    written("profile.csv", counters(barrier=1.0, selected=1.0), kernel=profiled.index[0], problem="M=1")
+    about = {
+        "op": "layer_norm",
+        "mode": "forward",
+        "dtype": "bfloat16",
+        "shape": "M=3",
+        "x_name": "N",
+        "x": 4,
+        "kernel": "k",
+    }
+    written("counters.csv", counters(selected=1.0, wait=4.0), **about)
+    (line,) = measured.counted("a-gpu").to_dict("records")
+    assert (line["kernel"], line["problem"], line["wait"], line["waits"]) == ("k", "M=3 N=4, bfloat16", "wait", 80)

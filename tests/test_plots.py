@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from kernelbook import runtime
-from kernelbook.lab import older, plots, record
+from kernelbook.lab import measured, older, plots, record
 
 # isort: split
 import pandas as pd
@@ -92,6 +92,18 @@ def test_roofline_points_take_the_largest_row_of_each_operation_and_mode() -> No
     assert sorted(points["name"]) == ["layer_norm, backward", "layer_norm, forward"]
     assert list(points["x"]) == [4096, 4096]
     assert list(points["intensity"]) == [0.5, 0.5]
+
+
+def test_share_figure_has_a_line_for_each_function_and_pass_and_a_dot_for_each_point() -> None:
+    table = pd.concat([rows(), rows(mode="backward", gflop=7e5)], ignore_index=True)
+    figure = plots.share_figure(measured.shares(table, ceilings().astype({"empty_us": float})))
+    (ax,) = figure.axes
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["layer_norm, forward", "layer_norm, backward"]
+    drawn = [(line.get_marker(), y, x) for line in ax.lines for x, y in zip(*line.get_data(), strict=True)][:-2]
+    # 1 GB in 1 ms at 4,000 GB/s is a quarter; 700 TFLOP at 700 TFLOP/s take a second.
+    assert drawn == [("o", 0, 0.25), ("o", 0, 0.25), ("|", 0, 0.25), ("D", 1, 1000), ("D", 1, 250), ("|", 1, 625)]
+    assert list(ax.lines[-1].get_xdata()) == [measured.NEAR] * 2
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["bytes", "products", "launch", "median"]
 
 
 def test_roofline_figure_has_its_ridge_where_the_ceilings_meet() -> None:

@@ -22,7 +22,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kernelbook.lab import older, record
+from kernelbook.lab import measured, older, record
 
 __all__ = [
     "BLUE",
@@ -43,6 +43,7 @@ __all__ = [
     "provider_style",
     "roofline_figure",
     "roofline_points",
+    "share_figure",
     "speedup_figure",
     "step",
     "step_times",
@@ -683,3 +684,34 @@ def roofline_figure(
     ax.set_ylabel("TFLOP/s")
     ax.set_title(title)
     return finish(figure, points, ceilings, own=own)
+
+
+BOUNDS = {"bytes": (BLUE, "o"), "products": (ORANGE, "D"), "launch": (GREY, "s")}
+
+
+@_styled
+def share_figure(found: pd.DataFrame) -> Figure:
+    """How near each call is to its bound: a line for each function and mode, a dot for each point, a stroke at the median.
+
+    Args:
+        found: of :func:`kernelbook.lab.measured.shares`.
+    """
+    lines = measured.share_lines(found)
+    figure, (ax,) = new_figure(width=7.4, height=0.23 * len(lines) + 1.3)
+    for y, line in lines.iterrows():
+        points = found.loc[(found["op"] == line["op"]) & (found["mode"] == line["mode"])]
+        for bound, (color, marker) in BOUNDS.items():
+            of = points.loc[points["bound"] == bound, "share"]
+            ax.plot(of, [y] * len(of), marker, color=color, alpha=0.5, markersize=4.5, mew=0)
+        ax.plot(line["median"], y, "|", color=INK, markersize=11, mew=1.6)
+    for bound, (color, marker) in BOUNDS.items():
+        ax.plot([], [], marker, color=color, markersize=4.5, label=bound)
+    ax.plot([], [], "|", color=INK, markersize=9, mew=1.6, label="median")
+    ax.axvline(measured.NEAR, color=INK, linewidth=1, linestyle=(0, (4, 3)))
+    names = [f"{op}, {mode.replace('_', ' + ')}" for op, mode in zip(lines["op"], lines["mode"], strict=True)]
+    ax.set_yticks(range(len(lines)), names, fontsize=8)
+    ax.set(ylim=(len(lines) - 0.4, -0.6), xlim=(0, None))
+    ax.xaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+    ax.set_xlabel(f"the bound over the time of a call; dashed: {measured.NEAR:.0%}")
+    figure.legend(*ax.get_legend_handles_labels(), loc="outside upper center", ncols=len(BOUNDS) + 1, fontsize=8)
+    return finish(figure, found)
