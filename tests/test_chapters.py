@@ -15,7 +15,8 @@ import torch
 import yaml
 from programs import program
 
-from kernelbook.lab import plots, record
+from kernelbook import runtime
+from kernelbook.lab import measured, plots, record
 
 # isort: split
 import triton.language as tl
@@ -102,6 +103,26 @@ def test_a_profile_keeps_what_the_page_reads() -> None:
     assert table["metric"].tolist() == ["gpu__time_duration.sum", stalled]
     assert table["value"].tolist() == ["61184", "0.25"] and table["unit"].tolist() == ["ns", "inst"]
     assert set(table["problem"]) == {"M=16384 N=4096"}
+
+
+def test_the_counters_of_a_call_are_those_of_its_longest_kernel() -> None:
+    columns = ["ID", "Kernel Name", "gpu__time_duration.sum", "launch__grid_size"]
+    rows = [["", "", "ns", ""], ["0", "_short_kernel", "999", "1"], ["1", "void long(int, int)", "61,184", "2"]]
+    text = "\n".join(["==PROF== Connected", *(",".join(f'"{cell}"' for cell in row) for row in [columns, *rows])])
+    table = program("record_chapters").read_longest(text)
+    assert set(table["kernel"]) == {"void long(int, int)"}
+    assert dict(zip(table["metric"], table["value"], strict=True)) == {
+        "gpu__time_duration.sum": "61184",
+        "launch__grid_size": "2",
+    }
+
+
+def test_the_middle_point_of_every_function_is_a_case_that_can_be_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "device_slug", lambda: record.BOOKS_GPU)
+    found = measured.bounded(record.BOOKS_GPU)
+    cases = [case for _, case in program("record_chapters").middle_cases().values()]
+    assert {(case.op, case.mode) for case in cases} == set(zip(found["op"], found["mode"], strict=True))
+    assert {case.dtype for case in cases} == {torch.bfloat16}
 
 
 def test_formulas() -> None:

@@ -232,7 +232,7 @@ def test_what_is_older_is_said_in_a_sentence(recorded):
 def test_every_recorded_file_has_a_rule_or_is_known_to_have_none():
     stems = {path.stem for gpu in record.recorded_gpus("*") for path in (record.results_dir() / gpu).iterdir()}
     dated = {*dates.DATED, *bench.CASE_BY_CASE, "models", "ceilings"}
-    assert stems - dated == {"chapters", "plans", "profile", "revisions", "search"}
+    assert stems - dated <= {"chapters", "counters", "plans", "profile", "revisions", "search"}
 
 
 @pytest.mark.gpu

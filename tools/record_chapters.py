@@ -1,11 +1,12 @@
 """Runs chapters with RECORD set, on the GPU at hand: each writes the times of its own steps into book/results/<gpu>.
 
-usage: python tools/record_chapters.py [--steps] [--seconds N] [--profile] [--slow] [chapter ...]
+usage: python tools/record_chapters.py [--steps] [--seconds N] [--profile] [--slow] [--counters] [chapter ...]
 
 With --steps only the ladder is recorded, by RECORD_STEPS, and the chapter ends there; cells that only ask the compiler are left out.
 The notebooks themselves stay as they are. Without a GPU everything runs and nothing is written: a rehearsal.
 With --profile Nsight Compute counts in the kernels that the chapter "A kernel is wrong, a kernel is slow" reads, into profile.csv;
-with --slow in those that the chapter "A kernel is wrong, a kernel is slow" asks about, into slow_kernels.csv.
+with --slow in those that the chapter "A kernel is wrong, a kernel is slow" asks about, into slow_kernels.csv; with --counters in the
+longest kernel of each function, at the recorded shape whose share of the bound is the middle one, into counters.csv.
 
 One chapter after the other, each in a process of its own. What one has written stays, whatever becomes of it or of the others;
 --seconds ends the one that runs when the time is up. The last lines say what was recorded and what was not.
@@ -25,6 +26,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -174,10 +176,54 @@ def count(calls: list[Callable[[], object]]) -> None:
     torch.cuda.profiler.stop()
 
 
-def read_profile(text: str, problems: Mapping[str, str] = PROFILED) -> pd.DataFrame:
-    """The page "raw" of Nsight Compute, as comma-separated values: a row for each kernel and metric of those that are kept."""
+def middle_cases() -> dict[str, tuple[Any, Any]]:
+    """For each function and mode, of what is recorded on this GPU, the case with the middle share of the bound, and its bench."""
+    from kernelbook import runtime
+    from kernelbook.lab import bench, measured, older
+
+    cases = {
+        str(case): (one, case) for one in bench.benches(bench.CASE_BY_CASE) for case in (*one.cases(), *one.models())
+    }
+    found = measured.bounded(runtime.device_slug())
+    found["case"] = [older.case_key({**row, "x": f"{row['x']:.12g}"}) for row in found.to_dict("records")]
+    return {name: cases[name] for name in measured.middles(found.loc[found["case"].isin(list(cases))])["case"]}
+
+
+def case_call(name: str) -> Callable[[], object]:
+    """Our call of one of :func:`middle_cases`, on its inputs."""
+    import torch
+
+    torch.manual_seed(0)  # as where it is timed
+    return middle_cases()[name][1].build().providers["kernelbook"]
+
+
+def raw_page(text: str) -> tuple[dict[str, str], list[dict[str, str]]]:
+    """The page "raw" of Nsight Compute, as comma-separated values: the unit of each metric, and a dictionary for each kernel."""
     lines = [line for line in text.splitlines() if not line.startswith("==")]
     units, *kernels = pd.read_csv(io.StringIO("\n".join(lines)), dtype=str, keep_default_na=False).to_dict("records")
+    rows = [
+        {name: value.replace(",", "") if METRICS.fullmatch(str(name)) else value for name, value in row.items()}
+        for row in kernels
+    ]
+    return units, rows  # type: ignore[return-value]
+
+
+def read_longest(text: str) -> pd.DataFrame:
+    """Of such a page the kernel that took longest: a row for each metric of those that are kept."""
+    units, kernels = raw_page(text)
+    longest = max(kernels, key=lambda row: float(row["gpu__time_duration.sum"]))
+    return pd.DataFrame(
+        [
+            {"kernel": longest["Kernel Name"], "metric": metric, "unit": units[metric], "value": value}
+            for metric, value in longest.items()
+            if METRICS.fullmatch(metric)
+        ]
+    )
+
+
+def read_profile(text: str, problems: Mapping[str, str] = PROFILED) -> pd.DataFrame:
+    """Of such a page a row for each kernel of ``problems`` and metric of those that are kept."""
+    units, kernels = raw_page(text)
     return pd.DataFrame(
         [
             {
@@ -186,33 +232,67 @@ def read_profile(text: str, problems: Mapping[str, str] = PROFILED) -> pd.DataFr
                 "metric": metric,
                 "unit": units[metric],
             }
-            | {"value": row[metric].replace(",", "")}
+            | {"value": row[metric]}
             for row in kernels
             for metric in row
-            if METRICS.fullmatch(str(metric)) and row["Kernel Name"] in problems
+            if METRICS.fullmatch(metric) and row["Kernel Name"] in problems
         ]
     )
 
 
-def record_profile(scratch: Path, what: str = "--profiled") -> bool:
-    """Counts inside :data:`PROFILED` or the slow kernels, at the clock that the GPU has; whether that went well."""
-    slow = what == "--slowly"
-    problems = {name: problem for name, (problem, _) in slow_calls().items()} if slow else PROFILED
+def run_counted(scratch: Path, arguments: list[str], kernels: str = ".*") -> str:
+    """What Nsight Compute prints of this program with ``arguments``, at the clock that the GPU has; nothing where it failed.
+
+    ``kernels``: those that are counted, a regular expression.
+    """
     ncu = shutil.which("ncu")
     if ncu is None:
-        print("record_profile: expected Nsight Compute's 'ncu' on the path, found none", file=sys.stderr)
-        return False
+        print("run_counted: expected Nsight Compute's 'ncu' on the path, found none", file=sys.stderr)
+        return ""
     raw = scratch / "raw.csv"
+    raw.unlink(missing_ok=True)
     sections = [argument for name in SECTIONS for argument in ("--section", name)]
     command = [ncu, *sections, "--metrics", "dram__bytes_read.sum,dram__bytes_write.sum", "--clock-control", "none"]
-    command += ["--profile-from-start", "off", "--kernel-name", f"regex:^({'|'.join(problems)})$"]
+    command += ["--profile-from-start", "off", "--kernel-name", f"regex:^({kernels})$"]
     command += ["--csv", "--page", "raw", "--print-units", "base", "--log-file", str(raw)]
-    done = subprocess.run([*command, sys.executable, __file__, what], check=False).returncode == 0
+    done = subprocess.run([*command, sys.executable, __file__, *arguments], check=False).returncode == 0
     text = raw.read_text(encoding="utf-8") if raw.exists() else ""
-    rows = read_profile(text, problems) if done and '"Kernel Name"' in text else None
+    if done and '"Kernel Name"' in text:
+        return text
+    print(f"run_counted: {' '.join(arguments)}: nothing counted\n{text[-2000:]}", file=sys.stderr)
+    return ""
+
+
+def record_counters(scratch: Path, seconds: float) -> bool:
+    """Counts in each of :func:`middle_cases`, every one in a process of its own: what one gave stays. Whether all went well."""
+    from kernelbook import runtime
+    from kernelbook.lab import record
+
+    path = record.results_dir() / runtime.device_slug() / "counters.csv"
+    begin, missing = time.perf_counter(), []
+    for name, (one, case) in middle_cases().items():
+        left = time.perf_counter() - begin < seconds
+        text = run_counted(scratch, ["--counted", name]) if left else ""
+        if not text:
+            missing.append(name)
+            continue
+        rows = read_longest(text)
+        about = dict(zip(("op", "mode", "dtype", "shape", "x_name", "x"), case.key, strict=True))
+        rows = pd.concat([pd.DataFrame([about] * len(rows)), rows], axis=1).assign(**record.environment(one.package()))
+        record.write_results(path, rows, key=("op", "mode", "metric"))
+    print("".join(f"not counted: {name}\n" for name in missing), end="", file=sys.stderr)
+    return not missing
+
+
+def record_profile(scratch: Path, what: str = "--profiled") -> bool:
+    """Counts inside :data:`PROFILED` or the slow kernels; whether that went well."""
+    slow = what == "--slowly"
+    problems = {name: problem for name, (problem, _) in slow_calls().items()} if slow else PROFILED
+    text = run_counted(scratch, [what], "|".join(problems))
+    rows = read_profile(text, problems) if text else None
     missing = set(problems) - set(rows["kernel"] if rows is not None else ())
     if rows is None or missing:
-        print(f"record_profile: nothing counted in {', '.join(sorted(missing))}\n{text[-2000:]}", file=sys.stderr)
+        print(f"record_profile: nothing counted in {', '.join(sorted(missing))}", file=sys.stderr)
         return False
     from kernelbook import runtime
     from kernelbook.lab import record, timing
@@ -232,17 +312,20 @@ def main(arguments: list[str]) -> int:
         slow = arguments == ["--slowly"]
         count([call for _, call in slow_calls().values()] if slow else package_calls())
         return 0
+    if arguments[:1] == ["--counted"]:
+        count([case_call(arguments[1])])
+        return 0
     if arguments[:1] == ["--cells"]:
         run_cells(Path(arguments[1]))
         return 0
     assert __doc__
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("chapters", nargs="*", metavar="chapter")
-    for option in ("--steps", "--profile", "--slow"):
+    for option in ("--steps", "--profile", "--slow", "--counters"):
         parser.add_argument(option, action="store_true")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="how long all of it may take")
     asked = parser.parse_args(arguments)
-    if not (asked.chapters or asked.profile or asked.slow):
+    if not (asked.chapters or asked.profile or asked.slow or asked.counters):
         print(__doc__, file=sys.stderr)
         return 2
     begin = time.perf_counter()
@@ -266,6 +349,8 @@ def main(arguments: list[str]) -> int:
                     f"--{option}",
                     lambda _, counted=counted: "recorded" if record_profile(Path(scratch), counted) else "FAILED",  # type: ignore[misc]
                 )
+        if asked.counters:
+            done("--counters", lambda left: "recorded" if record_counters(Path(scratch), left) else "FAILED")
     missing = [f"{name} ({end})" for name, end in ends.items() if end != "recorded"]
     print(
         f"{len(ends) - len(missing)} recorded" + (f"; not recorded: {', '.join(missing)}" if missing else ""),
