@@ -191,7 +191,8 @@ def share_lines(found: pd.DataFrame) -> pd.DataFrame:
             }
         )  # fmt: skip
     place = {op: i for i, op in reversed([*enumerate(found["op"])])}
-    return pd.DataFrame(sorted(lines, key=lambda line: (place[line["op"]], timing.MODES.index(line["mode"]))))
+    lines.sort(key=lambda line: (place[line["op"]], timing.MODES.index(line["mode"])))
+    return pd.DataFrame(lines)
 
 
 def middles(found: pd.DataFrame) -> pd.DataFrame:
