@@ -1,5 +1,5 @@
-"""What is measured of ``attention``: forward, backward and a few queries beside PyTorch's own attention and FlexAttention,
-pages beside contiguous keys, and the errors."""
+"""What is measured of ``attention``: forward, backward and a few queries beside PyTorch's own attention, FlexAttention and,
+where they are installed, FlashAttention-4 and FlashInfer, pages beside contiguous keys, and the errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from kernelbook import check, runtime
 from kernelbook.attention import op, pages
 from kernelbook.attention.reference import flash_attention_backward_reference, flash_attention_reference
-from kernelbook.lab import record, timing
+from kernelbook.lab import baselines, record, timing
 from kernelbook.lab.bench import Bench
 from kernelbook.lab.models import MODELS
 
@@ -56,6 +56,7 @@ DECODED = (
 WITH_FLEX = ((1, 32, 4, 1, 8192, 128), (16, 32, 8, 1, 8192, 128), (8, 32, 8, 16, 8192, 128))
 PAGED = ((1, 32, 4, 1, 8192, 128), (16, 32, 8, 1, 8192, 128), (8, 32, 8, 4, 8192, 128))
 PAGE = 64
+FLASHINFER_HEADS = (64, 128)  # it compiles its kernels for each head size, for a minute each
 # Models whose heads no other list has.
 WITH_HEADS = (
     *("Qwen3-32B", "Qwen3-235B-A22B", "gpt-oss-20b", "GLM-4.5-Air", "Gemma-3-1b", "Gemma-3-4b", "Gemma-3-27b"),
@@ -109,15 +110,52 @@ def _flex(n: int, causal: bool) -> Attention:
     return attention
 
 
+def _flash_attention_4(causal: bool) -> Attention:
+    """It compiles for each head size, mask and number of heads that share a key head, not for each length."""
+    from flash_attn.cute import flash_attn_func
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        o, _ = flash_attn_func(*(t.transpose(1, 2) for t in (q, k, v)), causal=causal)
+        return o.transpose(1, 2)
+
+    return attention
+
+
+def _flashinfer(
+    q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, table: torch.Tensor, causal: bool
+) -> Callable[[], Tensors]:
+    """Pages that are all full, planned beforehand, as one plan serves all layers of a model.
+
+    Of its ways to a few queries those that divide the keys among programs; one query has tensor cores where four heads share
+    keys, which is from where on they are worth it.
+    """
+    import flashinfer
+
+    b, h, n, d = q.shape
+    h_kv, page = k_pages.shape[1:3]
+    ends = torch.arange(b + 1, dtype=torch.int32)
+    workspace = torch.zeros(2**27, dtype=torch.uint8, device=q.device)
+    pages_of = (ends * table.shape[1], table.flatten(), torch.full((b,), page, dtype=torch.int32))
+    about: dict[str, Any] = {"q_data_type": q.dtype, "kv_data_type": k_pages.dtype}
+    if n == 1:
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=h >= 4 * h_kv)
+        wrapper.plan(*pages_of, h, h_kv, d, page, **about)
+    else:
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend="fa2")
+        wrapper.plan(ends * n, *pages_of, h, h_kv, d, page, causal=causal, **about)
+    rows = q.transpose(1, 2).reshape(b * n, h, d)
+    return lambda: [wrapper.run(rows, (k_pages, v_pages)).view(b, n, h, d).transpose(1, 2)]
+
+
 def _kernels_of(provider: str) -> contextlib.AbstractContextManager[None]:
     """Within the context the kernels that the provider stands for are used, forward and backward."""
     return op.plain_kernels() if provider == "kernelbook:plain" else contextlib.nullcontext()
 
 
-def _attentions(sequences: int, n: int, s: int, causal: bool, *, slow_ones: bool) -> dict[str, Attention]:
+def _attentions(sequences: int, n: int, s: int, causal: bool, *, slow_ones: bool | None) -> dict[str, Attention]:
     """By provider. The slow ones: FlexAttention, which compiles for each shape, and the one with the score matrix.
 
-    ``sequences``: how many score matrices there are, one for each head of each.
+    ``sequences``: how many score matrices there are, one for each head of each. ``slow_ones=None``: PyTorch's and ours alone.
     """
     found: dict[str, Attention] = {
         "sdpa_flash": _sdpa(SDPBackend.FLASH_ATTENTION, causal),
@@ -126,6 +164,8 @@ def _attentions(sequences: int, n: int, s: int, causal: bool, *, slow_ones: bool
     }
     if n == s:  # few queries have one kernel on every GPU
         found["kernelbook:plain"] = found["kernelbook"]
+        if slow_ones is not None and baselines.version("flash-attn-4"):  # on Hopper it does not divide the keys
+            found["flash_attention_4"] = _flash_attention_4(causal)
     if slow_ones:
         found["flex"] = _flex(n, causal)
         if n == s and sequences * n * s <= LARGEST_MATH:
@@ -155,14 +195,15 @@ def _takes(attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
     """Whether a peer takes tensors of this kind at all."""
     try:
         attention(q, k, v)
-    except RuntimeError:
+    except (RuntimeError, AssertionError):
         return False
     return True
 
 
 def _problem(
-    mode: str, b: int, h: int, h_kv: int, n: int, s: int, d: int, causal: bool, dtype: torch.dtype, slow_ones: bool
-) -> timing.Problem:
+    mode: str, b: int, h: int, h_kv: int, n: int, s: int, d: int, causal: bool, dtype: torch.dtype,
+    slow_ones: bool | None,
+) -> timing.Problem:  # fmt: skip
     q, k, v, do = _inputs(b, h, h_kv, n, s, d, dtype)
     given = _attentions(b * h, n, s, causal, slow_ones=slow_ones)
     attentions = {name: call for name, call in given.items() if name.startswith("kernelbook") or _takes(call, q, k, v)}
@@ -193,6 +234,11 @@ def _problem(
 
     make = {"forward": forward, "backward": backward, "forward_backward": forward_backward}[mode]
     calls: dict[str, Callable[[], Tensors]] = {provider: make(provider) for provider in attentions}
+    if n != s and slow_ones is not None and d in FLASHINFER_HEADS and baselines.has("flashinfer"):
+        order = torch.arange(b * s // PAGE, device=q.device)
+        k_pages, v_pages = (_in_pages(t.detach(), order, PAGE) for t in (k, v))
+        table = order.view(b, s // PAGE).to(torch.int32)
+        calls["flashinfer"] = _flashinfer(q.detach(), k_pages, v_pages, table, causal)
 
     def checked(out: Tensors) -> Tensors:
         """What is compared with float64: heads that share a key head stay together."""
@@ -340,11 +386,14 @@ def _paged_problem(b: int, h: int, h_kv: int, n: int, s: int, d: int, page: int,
         mask = torch.ones(n, s, dtype=torch.bool, device=q.device).tril(s - n)
         return [F.scaled_dot_product_attention(q, wide_k, wide_v, mask)]
 
+    calls: dict[str, Callable[[], Tensors]] = {
+        "kernelbook": lambda: [pages.paged_attention(q, k_pages, v_pages, table, lengths)],
+        "kernelbook:contiguous": lambda: [op.flash_attention(q, k, v, causal=True)],
+    }
+    if baselines.has("flashinfer"):
+        calls["flashinfer"] = _flashinfer(q, k_pages, v_pages, table, True)
     return timing.Problem(
-        {
-            "kernelbook": lambda: [pages.paged_attention(q, k_pages, v_pages, table, lengths)],
-            "kernelbook:contiguous": lambda: [op.flash_attention(q, k, v, causal=True)],
-        },
+        calls,
         lambda: _truth(flash_attention_reference, (q, k, v), h // h_kv, True),
         plain,
         check.FORWARD_FACTOR,
@@ -402,11 +451,11 @@ def cases() -> Iterator[timing.Case]:
 
 
 def _alone(case: timing.Case) -> timing.Case:
-    """The case without the peers that compile for each shape, or take many times as long."""
+    """The case without the peers that compile for each shape or model, or take many times as long."""
     b, h, h_kv, n, keys, d = (int(case.shape[name]) for name in ("B", "H", "H_kv", "N", "S", "D"))
     causal = case.shape["causal"] == "yes"
     return dataclasses.replace(
-        case, build=lambda: _problem(case.mode, b, h, h_kv, n, keys, d, causal, case.dtype, slow_ones=False)
+        case, build=lambda: _problem(case.mode, b, h, h_kv, n, keys, d, causal, case.dtype, slow_ones=None)
     )
 
 
@@ -421,7 +470,7 @@ def tuning_cases(shape: Mapping[str, float] | None = None) -> Iterator[timing.Ca
     else:
         yield from map(_alone, map(_decode_case, DECODED))
         yield from (_decode_case(decoded, page=PAGE) for decoded in PAGED)
-        yield from models()
+        yield from map(_alone, models())
         whole = [*SHAPES, *((4, FEATURES // d, FEATURES // d, 4096, d, True) for d in (80, 256))]
     for sizes in whole:
         yield _alone(_case("forward", sizes))
@@ -517,8 +566,8 @@ BENCH = Bench(
     name="attention",
     sources=SOURCES,
     library=("kernelbook.attention.op", "kernelbook.attention.pages"),
-    baselines=dict.fromkeys(("sdpa_flash", "sdpa_cudnn", "sdpa_math", "flex"), "torch"),
-    left_out=("flashinfer (it compiles its kernels with nvcc where it runs)",),
+    baselines=dict.fromkeys(("sdpa_flash", "sdpa_cudnn", "sdpa_math", "flex"), "torch")
+    | {"flash_attention_4": "flash-attn-4", "flashinfer": "flashinfer-python"},
     cases=cases,
     models=models,
     tuning_cases=tuning_cases,

@@ -79,18 +79,38 @@ def _inputs(m: int, n: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     return x, w, b, dy
 
 
-def _listed(norm: LayerNorm, *inputs: torch.Tensor) -> Callable[[], list[torch.Tensor]]:
+def _listed(norm: LayerNorm, *inputs: torch.Tensor) -> Callable[[], Sequence[torch.Tensor]]:
     return lambda: [norm(*inputs)]
 
 
+def _quack(
+    mode: str, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, dy: torch.Tensor
+) -> Callable[[], Sequence[torch.Tensor]]:
+    """Its parameters are float32 alone, and there is no autograd around its passes. It compiles for each N."""
+    from quack.rmsnorm import layernorm_bwd, layernorm_fwd
+
+    x, w, b = x.detach(), w.detach().float(), b.detach().float()
+    if mode == "forward":
+        return lambda: [layernorm_fwd(x, w, b, eps=EPS)]
+
+    def forward() -> Sequence[torch.Tensor]:
+        return layernorm_fwd(x, w, b, eps=EPS, return_rstd=True, return_mean=True)
+
+    saved = forward()
+
+    def backward() -> Sequence[torch.Tensor]:
+        _, rstd, mean = forward() if mode == "forward_backward" else saved
+        return layernorm_bwd(x, w, dy, rstd, mean)
+
+    return backward
+
+
 def _forward(m: int, n: int, dtype: torch.dtype, with_compile: bool | None) -> timing.Problem:
-    x, w, b, _ = _inputs(m, n, dtype)
+    x, w, b, dy = _inputs(m, n, dtype)
     norms = _layer_norms(with_compile)
     providers = {name: _listed(norm, x, w, b) for name, norm in norms.items()}
-    if with_compile is not None and baselines.has("quack"):  # no gradients, and parameters in float32 alone
-        from quack.rmsnorm import layernorm_fwd
-
-        providers["quack"] = _listed(functools.partial(layernorm_fwd, eps=EPS), x, w.float(), b.float())
+    if with_compile and baselines.has("quack"):
+        providers["quack"] = _quack("forward", x, w, b, dy)
     return timing.Problem(
         providers=providers,
         truth=lambda: [layer_norm_reference(x.double(), w.double(), b.double(), EPS)],
@@ -110,6 +130,8 @@ def _backward(m: int, n: int, dtype: torch.dtype, with_compile: bool | None) -> 
     norms = _layer_norms(with_compile)
     norms["kernelbook:locks"] = functools.partial(op.layer_norm, eps=EPS, backward="locks")
     providers = {name: gradients(norm) for name, norm in norms.items()}
+    if with_compile and baselines.has("quack"):
+        providers["quack"] = _quack("backward", x, w, b, dy)
     return timing.Problem(
         providers=providers,
         truth=lambda: layer_norm_backward_reference(dy.double(), x.detach().double(), w.detach().double(), EPS),
@@ -126,6 +148,8 @@ def _forward_backward(m: int, n: int, dtype: torch.dtype, with_compile: bool | N
         return lambda: torch.autograd.grad(norm(*leaves), leaves, dy)
 
     providers = {name: step(norm) for name, norm in _layer_norms(with_compile).items()}
+    if with_compile and baselines.has("quack"):
+        providers["quack"] = _quack("forward_backward", x, w, b, dy)
     return timing.Problem(
         providers=providers,
         truth=lambda: layer_norm_backward_reference(dy.double(), x.detach().double(), w.detach().double(), EPS),
@@ -183,7 +207,7 @@ def _rms_norms(with_compile: bool | None) -> dict[str, RMSNorm]:
             return (LigerRMSNormFunction.apply(x, w, RMS_EPS, 0.0, "llama", False),)
 
         providers["liger"] = liger_rms_norm
-    if with_compile is not None and baselines.has("quack"):
+    if with_compile and baselines.has("quack"):  # it compiles for each N too
         from quack import rmsnorm
 
         def quack_rms_norm(x: torch.Tensor, w: torch.Tensor, *residual: torch.Tensor) -> Sequence[torch.Tensor]:
