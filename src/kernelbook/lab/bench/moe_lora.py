@@ -44,6 +44,8 @@ MODELS = {
 }
 TOKENS = 2048
 RANKS = (16, 32, 64)
+# The case of PEFT's own benchmark, https://github.com/huggingface/peft/pull/3577: one product, one expert a token.
+PEFT_EXPERTS, PEFT_K, PEFT_N, PEFT_TOKENS = 128, 2048, 768, 4096
 
 Tensors = Sequence[torch.Tensor]
 Calls = dict[str, Callable[[], Tensors]]
@@ -270,6 +272,8 @@ def _step(shape: Shape, dtype: torch.dtype) -> timing.Problem:
     views: dict[str, Callable[[Tensors], Tensors]] = {}
     if baselines.has("axolotl"):
         calls["axolotl"], views["axolotl"] = _axolotl(t, shape)
+    if shape.tokens == PEFT_TOKENS and baselines.has("peft"):  # elsewhere as one of moe_block's
+        calls["peft"], views["peft"] = _peft(t, shape)
     return timing.Problem(calls, truth, grouped_mm, check.GRADIENT_FACTOR, views)
 
 
@@ -297,6 +301,11 @@ def _packed(shape: Shape, dtype: torch.dtype) -> timing.Problem:
         "kernelbook:dense": lambda: [op.scatter2scatter(t.x, w, t.routing, **how)],
         "kernelbook": lambda: [op.scatter2scatter(t.x, q, t.routing, **how)],
     }
+    if baselines.has("nf4_grouped"):
+        from nf4_grouped import gemm_4bit_grouped
+
+        given, rows_of = _for_grouped_nf4_gemm(t, q, shape)
+        calls["grouped_nf4_gemm"] = lambda: [gemm_4bit_grouped(rows_of(t.x), *given)[t.sorted_routing[1]]]
 
     def truth() -> Tensors:
         return [scatter2scatter_reference(t.x.double(), exact.double(), t.ids, **how)]
@@ -323,6 +332,16 @@ def _packed_step(shape: Shape, dtype: torch.dtype) -> timing.Problem:
         return [y.detach(), *torch.autograd.grad(y, own, t.dy.double())]
 
     calls: Calls = {"kernelbook:dense": ours(w), "kernelbook": ours(q)}
+    if baselines.has("nf4_qlora"):
+        from nf4_qlora import fused_grouped_lora
+
+        given, rows_of = _for_grouped_nf4_gemm(t, q, shape)
+
+        def peer() -> Tensors:
+            y = fused_grouped_lora(rows_of(x), *given, a, b)[t.sorted_routing[1]]
+            return [y.detach(), *torch.autograd.grad(y, leaves, t.dy)]
+
+        calls["grouped_nf4_gemm"] = peer
     return timing.Problem(calls, truth, calls["kernelbook:dense"], check.GRADIENT_FACTOR)
 
 
@@ -488,6 +507,7 @@ def cases() -> Iterator[timing.Case]:
             yield _case("scatter2scatter_nf4", "forward", dataclasses.replace(projection, tokens=tokens), _packed, "T")
     for model in ("Qwen3-30B-A3B", "OLMoE-1B-7B"):
         yield _case("moe_lora_nf4", "forward_backward", projections(model)["gate_up"], _packed_step)
+    yield _case("moe_lora", "forward_backward", Shape(PEFT_EXPERTS, PEFT_K, PEFT_N, 1, PEFT_TOKENS), _step)
     many_experts = projections("Qwen3-30B-A3B")["gate_up"]
     for tokens in (1, 16, 128, 1024, 16384):
         yield _case("route", "forward", dataclasses.replace(many_experts, tokens=tokens), _route, "T")
@@ -566,6 +586,54 @@ def _axolotl(t: _Inputs, shape: Shape) -> tuple[Callable[[], Tensors], Callable[
     return call, ours
 
 
+def _peft(t: _Inputs, shape: Shape) -> tuple[Callable[[], Tensors], Callable[[Tensors], Tensors]]:
+    """A step as PEFT has it: each pair is added to its expert's whole matrix, then PyTorch's grouped product; and its layout.
+
+    Its A and B are (E r, K) and (N, r E), of which the experts are slowest in A and fastest in B.
+    """
+    import peft
+
+    class Experts(torch.nn.Module):
+        is_transposed = True  # (E, K, N), as PEFT asks
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(t.w, requires_grad=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return grouped_mm_rows(x, self.weight, None, None, *t.sorted_routing, grouped_in=shape.grouped)
+
+    settings = peft.LoraConfig(r=shape.rank, lora_alpha=shape.rank, target_modules=[], target_parameters=["0.weight"])
+    holder: Any = torch.nn.Sequential(Experts())
+    model: Any = peft.get_peft_model(holder, settings, autocast_adapter_dtype=False)
+    wrapper = model.base_model.model[0]
+    a, b = wrapper.lora_A["default"].weight, wrapper.lora_B["default"].weight
+    a.data.copy_(t.lora_a.detach().flatten(0, 1))
+    b.data.copy_(t.lora_b.detach().permute(1, 2, 0).flatten(1))
+
+    def call() -> Tensors:
+        y = wrapper(t.x)
+        return [y.detach(), *torch.autograd.grad(y, (t.x, a, b), t.dy)]
+
+    def ours(out: Tensors) -> Tensors:
+        y, dx, da, db = out
+        return [y, dx, da.view(t.lora_a.shape), db.view(shape.n, shape.rank, shape.experts).permute(2, 0, 1)]
+
+    return call, ours
+
+
+def _for_grouped_nf4_gemm(
+    t: _Inputs, q: NF4Tensor, shape: Shape
+) -> tuple[tuple[Any, ...], Callable[[torch.Tensor], torch.Tensor]]:
+    """The same bytes as grouped-nf4-gemm takes them, the rows of each expert that has some, counted by the host beforehand,
+    and these experts; and what brings the rows in order."""
+    counts = t.sorted_routing[2].diff()
+    chosen = counts.nonzero()[:, 0]
+    packed = q.packed.view(shape.experts, shape.n, shape.k // 2)
+    given = (packed, q.absmax.view(shape.experts, shape.n, -1), counts[chosen].tolist(), chosen.int())
+    return given, lambda x: x if shape.grouped else x[t.sorted_routing[0]]
+
+
 # --- checks ---------------------------------------------------------------------------------------------------------
 
 
@@ -631,7 +699,9 @@ BENCH = Bench(
     sources=SOURCES,
     library=("kernelbook.moe_lora.op", "kernelbook.moe_lora.lora"),
     # scattermoe is on no package index; of axolotl its kernels are enough: pip install --no-deps axolotl.
-    baselines={"torch": "torch", "grouped_mm": "torch", "scattermoe": "scattermoe", "axolotl": "axolotl"},
+    baselines={"torch": "torch", "grouped_mm": "torch"}
+    | {name: name for name in ("scattermoe", "axolotl", "peft")}
+    | {"grouped_nf4_gemm": "grouped-nf4-gemm"},
     cases=cases,
     models=models,
     tuning_cases=tuning_cases,
