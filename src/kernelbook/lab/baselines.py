@@ -7,10 +7,13 @@ import importlib.metadata
 import importlib.util
 import os
 import sys
+import types
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["axolotl", "has", "peer_version", "version"]
+import torch
+
+__all__ = ["axolotl", "has", "peer_version", "unsloth", "version"]
 
 
 def has(module: str) -> bool:
@@ -33,15 +36,35 @@ def peer_version(provider: str, distributions: Mapping[str, str]) -> str:
     return name if installed is None else f"{name} {installed}"
 
 
-@functools.cache
-def axolotl(module: str) -> Any:
-    """A module of axolotl's ScatterMoE, without the packages above it: their imports need all that axolotl installs."""
-    found = importlib.util.find_spec("axolotl")
+def _empty_packages(name: str, *parts: str) -> str:
+    """Has the package ``name`` and those below it imported without their own code; the name of the last of them."""
+    found = importlib.util.find_spec(name)
     assert found is not None and found.submodule_search_locations is not None
-    name, folder = "axolotl", found.submodule_search_locations[0]
-    for part in ("integrations", "kernels", "libs", "scattermoe_lora", ""):
+    folder = found.submodule_search_locations[0]
+    for part in (*parts, ""):
         spec = importlib.machinery.ModuleSpec(name, None, is_package=True)
         spec.submodule_search_locations = [folder]
         sys.modules.setdefault(name, importlib.util.module_from_spec(spec))
         name, folder = (f"{name}.{part}", os.path.join(folder, part)) if part else (name, folder)
-    return importlib.import_module(f"{name}.{module}")
+    return name
+
+
+@functools.cache
+def axolotl(module: str) -> Any:
+    """A module of axolotl's ScatterMoE, without the packages above it: their imports need all that axolotl installs."""
+    package = _empty_packages("axolotl", "integrations", "kernels", "libs", "scattermoe_lora")
+    return importlib.import_module(f"{package}.{module}")
+
+
+@functools.cache
+def unsloth() -> Any:
+    """Unsloth's grouped product, without the packages above it; what it asks of them is said here, for one GPU of NVIDIA."""
+    _empty_packages("unsloth", "kernels")
+    asked: dict[str, dict[str, Any]] = {
+        "unsloth": {"DEVICE_TYPE": "cuda"},
+        "unsloth.device_type": {"cuda_visible_capabilities": lambda: [torch.cuda.get_device_capability()]},
+        "unsloth.kernels.utils": {"torch_gpu_device": torch.cuda.device},
+    }
+    for name, values in asked.items():
+        vars(sys.modules.setdefault(name, types.ModuleType(name))).update(values)
+    return importlib.import_module("unsloth.kernels.moe.grouped_gemm.interface").grouped_gemm

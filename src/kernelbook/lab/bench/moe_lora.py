@@ -46,6 +46,7 @@ TOKENS = 2048
 RANKS = (16, 32, 64)
 # The case of PEFT's own benchmark, https://github.com/huggingface/peft/pull/3577: one product, one expert a token.
 PEFT_EXPERTS, PEFT_K, PEFT_N, PEFT_TOKENS = 128, 2048, 768, 4096
+UNSLOTH_EXPERTS = 128  # it tries 108 tiles for each size: so one model's two products alone
 
 Tensors = Sequence[torch.Tensor]
 Calls = dict[str, Callable[[], Tensors]]
@@ -141,11 +142,14 @@ def _base(shape: Shape, dtype: torch.dtype) -> timing.Problem:
     }
     if baselines.has("scattermoe"):
         calls["scattermoe"] = _scattermoe(t, shape)
+    views: dict[str, Callable[[Tensors], Tensors]] = {}
+    if shape.experts == UNSLOTH_EXPERTS and baselines.has("unsloth"):
+        calls["unsloth"], views["unsloth"] = _unsloth(t, shape)
 
     def truth() -> Tensors:
         return [scatter2scatter_reference(t.x.double(), t.w.double(), t.ids, **how)]
 
-    return timing.Problem(calls, truth, calls["grouped_mm"], check.FORWARD_FACTOR)
+    return timing.Problem(calls, truth, calls["grouped_mm"], check.FORWARD_FACTOR, views)
 
 
 def _forward(shape: Shape, dtype: torch.dtype) -> timing.Problem:
@@ -562,6 +566,19 @@ def _scattermoe(t: _Inputs, shape: Shape) -> Callable[[], Tensors]:
     ]
 
 
+def _unsloth(t: _Inputs, shape: Shape) -> tuple[Callable[[], Tensors], Callable[[Tensors], Tensors]]:
+    """Its tuned product. A block's first gathers rows and leaves them in the experts' order, its second brings them back."""
+    grouped_gemm, w = baselines.unsloth(), t.w.transpose(1, 2).contiguous()
+    counts, order, first = t.sorted_routing[2].diff().int(), t.routing.order, not shape.grouped
+
+    def call() -> Tensors:
+        with torch.no_grad():
+            how = {"permute_x": first, "permute_y": not first, "is_first_gemm": first, "autotune": True}
+            return [grouped_gemm(t.x, w, counts, shape.slots, order, **how)]
+
+    return call, lambda out: [out[0][t.sorted_routing[1]] if first else out[0]]
+
+
 def _axolotl(t: _Inputs, shape: Shape) -> tuple[Callable[[], Tensors], Callable[[Tensors], Tensors]]:
     """A step of axolotl's ScatterMoE LoRA with the faster of its ways to dX; and its result in our layout.
 
@@ -698,9 +715,9 @@ BENCH = Bench(
     name="moe_lora",
     sources=SOURCES,
     library=("kernelbook.moe_lora.op", "kernelbook.moe_lora.lora"),
-    # scattermoe is on no package index; of axolotl its kernels are enough: pip install --no-deps axolotl.
+    # scattermoe is on no package index; of axolotl and unsloth their kernels are enough: pip install --no-deps.
     baselines={"torch": "torch", "grouped_mm": "torch"}
-    | {name: name for name in ("scattermoe", "axolotl", "peft")}
+    | {name: name for name in ("scattermoe", "axolotl", "peft", "unsloth")}
     | {"grouped_nf4_gemm": "grouped-nf4-gemm"},
     cases=cases,
     models=models,
