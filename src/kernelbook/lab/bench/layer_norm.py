@@ -86,7 +86,7 @@ def _listed(norm: LayerNorm, *inputs: torch.Tensor) -> Callable[[], Sequence[tor
 def _quack(
     mode: str, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, dy: torch.Tensor
 ) -> Callable[[], Sequence[torch.Tensor]]:
-    """Its parameters are float32 alone, and there is no autograd around its passes. It compiles for each N."""
+    """Its parameters are float32 alone, and there is no autograd around its passes."""
     from quack.rmsnorm import layernorm_bwd, layernorm_fwd
 
     x, w, b = x.detach(), w.detach().float(), b.detach().float()
@@ -109,7 +109,7 @@ def _forward(m: int, n: int, dtype: torch.dtype, with_compile: bool | None) -> t
     x, w, b, dy = _inputs(m, n, dtype)
     norms = _layer_norms(with_compile)
     providers = {name: _listed(norm, x, w, b) for name, norm in norms.items()}
-    if with_compile and baselines.has("quack"):
+    if with_compile is not None and baselines.has("quack"):
         providers["quack"] = _quack("forward", x, w, b, dy)
     return timing.Problem(
         providers=providers,
@@ -130,7 +130,7 @@ def _backward(m: int, n: int, dtype: torch.dtype, with_compile: bool | None) -> 
     norms = _layer_norms(with_compile)
     norms["kernelbook:locks"] = functools.partial(op.layer_norm, eps=EPS, backward="locks")
     providers = {name: gradients(norm) for name, norm in norms.items()}
-    if with_compile and baselines.has("quack"):
+    if with_compile is not None and baselines.has("quack"):
         providers["quack"] = _quack("backward", x, w, b, dy)
     return timing.Problem(
         providers=providers,
@@ -148,7 +148,7 @@ def _forward_backward(m: int, n: int, dtype: torch.dtype, with_compile: bool | N
         return lambda: torch.autograd.grad(norm(*leaves), leaves, dy)
 
     providers = {name: step(norm) for name, norm in _layer_norms(with_compile).items()}
-    if with_compile and baselines.has("quack"):
+    if with_compile is not None and baselines.has("quack"):
         providers["quack"] = _quack("forward_backward", x, w, b, dy)
     return timing.Problem(
         providers=providers,
@@ -207,7 +207,7 @@ def _rms_norms(with_compile: bool | None) -> dict[str, RMSNorm]:
             return (LigerRMSNormFunction.apply(x, w, RMS_EPS, 0.0, "llama", False),)
 
         providers["liger"] = liger_rms_norm
-    if with_compile and baselines.has("quack"):  # it compiles for each N too
+    if with_compile is not None and baselines.has("quack"):
         from quack import rmsnorm
 
         def quack_rms_norm(x: torch.Tensor, w: torch.Tensor, *residual: torch.Tensor) -> Sequence[torch.Tensor]:
