@@ -324,7 +324,7 @@ def all_gradients(p: Problem, reach: Reach) -> tuple[Tiles, int, int, AddingUp] 
     fitting = kernels.section(p.n, heads, p.d, p.dtype.itemsize, True, p.properties)
     section = kernels_hopper.all_gradients_section(heads, fitting, width, p.causal, num_sms)
     members = p.group // splits
-    # Of causal wide heads that share a key head, two kernels are faster by up to 6%.
+    # Causal wide heads that share a key head: two kernels were measured faster.
     slower = width > 64 and p.causal and members > 1
     if slower or not kernels_hopper.programs_wait_little(heads, p.n, p.s, members, p.causal, section, block_m, num_sms):
         return None
