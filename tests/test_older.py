@@ -13,7 +13,7 @@ import torch
 
 import kernelbook
 from kernelbook import runtime
-from kernelbook.lab import bench, dates, launched, older, record, timing
+from kernelbook.lab import baselines, bench, dates, launched, older, record, timing
 
 # isort: split
 import triton
@@ -233,6 +233,14 @@ def test_every_recorded_file_has_a_rule_or_is_known_to_have_none():
     stems = {path.stem for gpu in record.recorded_gpus("*") for path in (record.results_dir() / gpu).iterdir()}
     dated = {*dates.DATED, *bench.CASE_BY_CASE, "models", "ceilings"}
     assert stems - dated <= {"chapters", "counters", "plans", "profile", "revisions", "search"}
+
+
+def test_without_a_gpu_no_peer_is_set_up(monkeypatch):
+    seen = []
+    one = dataclasses.replace(bench.bench("layer_norm"), cases=lambda: seen.append(baselines.has("pytest")) or [])
+    monkeypatch.setattr(older.bench, "benches", lambda _: [one])
+    older.digests_here(dataclasses.asdict(older.GPUS["nvidia-h200"]), ["layer_norm"])
+    assert seen == [False] and baselines.has("pytest") and baselines.version("pytest")
 
 
 @pytest.mark.gpu

@@ -1,5 +1,6 @@
 """Packages that benches compare with, where they are installed."""
 
+import contextlib
 import functools
 import importlib
 import importlib.machinery
@@ -8,25 +9,38 @@ import importlib.util
 import os
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
-__all__ = ["axolotl", "has", "peer_version", "unsloth", "version"]
+__all__ = ["axolotl", "has", "none", "peer_version", "unsloth", "version"]
+
+_hidden = False
 
 
 def has(module: str) -> bool:
     """Whether the top-level ``module`` is installed; it is not imported."""
-    return importlib.util.find_spec(module) is not None
+    return not _hidden and importlib.util.find_spec(module) is not None
 
 
 def version(distribution: str) -> str | None:
     """The installed version of a distribution, as ``pip`` names it; ``None`` where it is not installed."""
     try:
-        return importlib.metadata.version(distribution)
+        return None if _hidden else importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+@contextlib.contextmanager
+def none() -> Iterator[None]:
+    """Within the context no peer counts as installed: without a GPU some cannot even be set up."""
+    global _hidden
+    before, _hidden = _hidden, True
+    try:
+        yield
+    finally:
+        _hidden = before
 
 
 def peer_version(provider: str, distributions: Mapping[str, str]) -> str:

@@ -91,7 +91,7 @@ def _found_without_gpu(properties: runtime.DeviceProperties, mode: str, names: S
 
 def digests_here(properties: Mapping[str, Any], names: Iterable[str] = bench.CASE_BY_CASE) -> Digests:
     """What :func:`launch_digests` asks for, in a process without a GPU."""
-    with runtime.compiling_for(runtime.DeviceProperties(**properties)):
+    with runtime.compiling_for(runtime.DeviceProperties(**properties)), baselines.none():
         return {
             one.name: {str(case): _digests_of(one, case) for case in (*one.cases(), *one.models())}
             for one in bench.benches(names)

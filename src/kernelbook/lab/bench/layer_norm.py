@@ -137,6 +137,7 @@ def _backward(m: int, n: int, dtype: torch.dtype, with_compile: bool | None) -> 
         truth=lambda: layer_norm_backward_reference(dy.double(), x.detach().double(), w.detach().double(), EPS),
         baseline=providers["torch"],
         factor=check.GRADIENT_FACTOR,
+        views={"quack": lambda gradients: [gradient.to(dtype) for gradient in gradients]},
     )
 
 
@@ -155,6 +156,7 @@ def _forward_backward(m: int, n: int, dtype: torch.dtype, with_compile: bool | N
         truth=lambda: layer_norm_backward_reference(dy.double(), x.detach().double(), w.detach().double(), EPS),
         baseline=providers["torch"],
         factor=check.GRADIENT_FACTOR,
+        views={"quack": lambda gradients: [gradient.to(dtype) for gradient in gradients]},
     )
 
 
