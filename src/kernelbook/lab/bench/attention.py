@@ -110,12 +110,15 @@ def _flex(n: int, causal: bool) -> Attention:
     return attention
 
 
-def _flash_attention_4(causal: bool) -> Attention:
-    """It compiles for each head size, mask and number of heads that share a key head, not for each length."""
+def _flash_attention_4(causal: bool, deterministic: bool) -> Attention:
+    """It compiles for each head size, mask and number of heads that share a key head, not for each length.
+
+    ``deterministic``: its gradients are added in one order, as ours are.
+    """
     from flash_attn.cute import flash_attn_func
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        o, _ = flash_attn_func(*(t.transpose(1, 2) for t in (q, k, v)), causal=causal)
+        o, _ = flash_attn_func(*(t.transpose(1, 2) for t in (q, k, v)), causal=causal, deterministic=deterministic)
         return o.transpose(1, 2)
 
     return attention
@@ -165,7 +168,8 @@ def _attentions(sequences: int, n: int, s: int, causal: bool, *, slow_ones: bool
     if n == s:  # few queries have one kernel on every GPU
         found["kernelbook:plain"] = found["kernelbook"]
         if slow_ones is not None and baselines.version("flash-attn-4"):  # on Hopper it does not divide the keys
-            found["flash_attention_4"] = _flash_attention_4(causal)
+            found["flash_attention_4"] = _flash_attention_4(causal, False)
+            found["flash_attention_4:one_order"] = _flash_attention_4(causal, True)
     if slow_ones:
         found["flex"] = _flex(n, causal)
         if n == s and sequences * n * s <= LARGEST_MATH:
@@ -206,6 +210,8 @@ def _problem(
 ) -> timing.Problem:  # fmt: skip
     q, k, v, do = _inputs(b, h, h_kv, n, s, d, dtype)
     given = _attentions(b * h, n, s, causal, slow_ones=slow_ones)
+    if mode == "forward":
+        given.pop("flash_attention_4:one_order", None)
     attentions = {name: call for name, call in given.items() if name.startswith("kernelbook") or _takes(call, q, k, v)}
 
     def forward(provider: str) -> Callable[[], Tensors]:
@@ -567,7 +573,8 @@ BENCH = Bench(
     sources=SOURCES,
     library=("kernelbook.attention.op", "kernelbook.attention.pages"),
     baselines=dict.fromkeys(("sdpa_flash", "sdpa_cudnn", "sdpa_math", "flex"), "torch")
-    | {"flash_attention_4": "flash-attn-4", "flashinfer": "flashinfer-python"},
+    | dict.fromkeys(("flash_attention_4", "flash_attention_4:one_order"), "flash-attn-4")
+    | {"flashinfer": "flashinfer-python"},
     cases=cases,
     models=models,
     tuning_cases=tuning_cases,
