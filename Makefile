@@ -17,10 +17,10 @@ export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 book: $(ENVIRONMENT)
 	$(PY) tools/build_book.py
 
-# Tests, types and the notebooks' cells are checked beside the build of the book, whose pages are opened afterwards: each of them
+# Tests and types are checked beside the notebooks' cells and the book, whose pages are opened afterwards: each of them
 # leaves a core idle for a while. With a GPU one after the other: chapters take times.
 test: style
-	$(MAKE) -j $(if $(shell command -v nvidia-smi),1,3) suite opened test-notebooks types
+	$(MAKE) -j $(if $(shell command -v nvidia-smi),1,3) suite opened types
 
 # For whoever changes a line: style, the rules of the house, and one room (make quick ROOM=nf4). Within two minutes.
 quick: style
@@ -33,7 +33,9 @@ older: $(ENVIRONMENT)
 suite: $(ENVIRONMENT)
 	$(PY) -m pytest -n auto --dist worksteal --ignore tests/test_pages.py
 
-opened: book
+# The book shows what the tests of notebooks have executed.
+opened: test-notebooks
+	$(MAKE) book
 	$(MAKE) test-pages
 
 # Opens every page of the built book in Chromium, if there is one.
@@ -81,10 +83,11 @@ evidence: $(ENVIRONMENT)
 	$(PY) tools/evidence/record.py --seconds $(or $(SECONDS),14400)
 	$(PY) tools/evidence/soak.py --seconds $(or $(SECONDS),3600) --out book/evidence/soak.json
 
-# Every cell of every chapter is a test, by nbval: the build of the book shows what cells print, this says which of them fail.
-# make test-notebooks NOTEBOOK=nf4 for one chapter.
+# Every cell of every chapter is a test, by nbval; what a chapter prints is kept for the build of the book where all of them pass.
+# make test-notebooks NOTEBOOK=nf4 for one chapter. On a GPU one after the other: some of them take times.
+test-notebooks: export PYTHONPATH := $(CURDIR)/tools:$(PYTHONPATH)
 test-notebooks: $(ENVIRONMENT)
-	$(PY) -m pytest -n auto --dist loadfile --nbval --nbval-current-env --nbval-cell-timeout 600 notebooks/$(if $(NOTEBOOK),$(NOTEBOOK).ipynb)
+	$(PY) -m pytest -p keep_executed -n $(if $(shell command -v nvidia-smi),0,auto) --dist loadfile --nbval --nbval-cell-timeout 600 notebooks/$(if $(NOTEBOOK),$(NOTEBOOK).ipynb)
 
 # Fourteen processes share a GPU of 80 GB. In two halves, each with whole functions: make test-gpu PART=1/2, make test-gpu PART=2/2.
 test-gpu: $(ENVIRONMENT)

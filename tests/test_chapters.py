@@ -16,7 +16,7 @@ import yaml
 from programs import program
 
 from kernelbook import runtime
-from kernelbook.lab import measured, plots, record
+from kernelbook.lab import measured, older, plots, record
 
 # isort: split
 import triton.language as tl
@@ -331,6 +331,33 @@ def test_an_execution_is_kept_until_what_decides_it_changes(monkeypatch: pytest.
     assert not tool.is_kept(tool.open_cache(), path)
 
 
+def test_what_nbval_executes_is_kept_as_a_page_shows_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Outputs stay one by one, an updated one is shown in its place, a semicolon hides one; what fails is not kept."""
+    code = (
+        "print(1)\nshown = display('a', display_id=True)\nprint(2)",
+        "shown.update('b')\n3",
+        "print(4)\n5;",
+        "assert {}",
+    )
+    for name, last in (("passes", 1), ("fails", 0)):
+        cells = [nbformat.v4.new_code_cell(cell.format(last)) for cell in code]
+        nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / f"{name}.ipynb")
+    run = "import sys, pytest, pathlib, build_book; build_book.EXECUTED = pathlib.Path(sys.argv[1]); pytest.main(sys.argv[2:])"
+    options = ["-p", "keep_executed", "-p", "no:cacheprovider", "--nbval", f"--rootdir={tmp_path}", str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "tools")}
+    command = [sys.executable, "-c", run, str(tmp_path / "executed"), *options]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "1 failed, 7 passed" in done.stdout, done.stdout
+    tool = program("build_book")
+    monkeypatch.setattr(tool, "EXECUTED", tmp_path / "executed")
+    cache = tool.open_cache()
+    assert not tool.is_kept(cache, tmp_path / "fails.ipynb")
+    _, kept = cache.merge_match_into_notebook(tool.read(tmp_path / "passes.ipynb"))
+    found = [[output.get("text") or output["data"]["text/plain"] for output in cell.outputs] for cell in kept.cells]
+    assert found == [["1\n", "'b'", "2\n"], ["3"], ["4\n"], []]
+    assert kept.metadata.language_info.pygments_lexer == "ipython3"
+
+
 @pytest.mark.parametrize("name", sorted(WITH_STEPS))
 def test_a_ladder_recorded_from_other_kernels_says_so(name: str) -> None:
     stem = re.search(
@@ -366,6 +393,7 @@ def test_a_gpu_too_small_for_some_points_draws_the_others(
         return rows[list(record.COLUMNS)].astype(str), []
 
     monkeypatch.setattr(timing, "run_cases", run_cases)
+    monkeypatch.setattr(older, "sentence", lambda stem, gpu: "")  # what of the record is older a test of tabs shows
     cells = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4).cells
     [cell] = [cell.source for cell in cells if "timing.run_cases(points" in cell.source]
     ceilings = record.load_ceilings()

@@ -6,9 +6,11 @@ the rest, to see that it still holds. ``make compiled`` writes that file and the
 """
 
 import ast
+import itertools
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -269,7 +271,7 @@ import torch, kernelbook as kb
 from kernelbook.sparse_linear import kernels
 def tensors(m, d_in, d_out, dtype):
     return (torch.empty(*s, dtype=dtype) for s in ((m, d_in), (d_out, d_in), (m, d_out)))
-kernels.UNBOXED_FLOP = float("inf")  # ordinary loads with the largest tiles too, which some compact tensors get
+boxed, kernels.UNBOXED_FLOP = kernels.UNBOXED_FLOP, float("inf")  # ordinary loads with the largest tiles too, which some compact tensors get
 for m, d_in, d_out, count, chunk in SPARSE:
     x, w, dy = tensors(m, d_in, d_out, torch.bfloat16)
     kb.sparse_backward(x, w, dy, torch.arange(count), chunk_size=chunk)
@@ -279,6 +281,7 @@ kb.sparse_forward(x, w, torch.empty(16384, dtype=torch.bfloat16), torch.arange(2
 kb.sparse_forward(x[:64], w, None, torch.arange(26), compact=True)
 x, w, dy = tensors(512, 512, 2048, torch.float32)
 kb.sparse_dw(x, dy, torch.arange(3))
+kernels.UNBOXED_FLOP = boxed
 """,
     "train": """
 import torch, kernelbook
@@ -616,11 +619,8 @@ def _kernels_in(paths: Iterable[Path]) -> set[str]:
     return {node.name for node in nodes if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel")}
 
 
-def jobs() -> list[tuple[str, tuple[str, ...]]]:
-    """Rooms, each with the targets that share their settings: most, the one with every configuration, and the one in float16."""
-    alone = ("sm_90",), ("sm_75",)
-    others = tuple(target for target in runtime.TARGETS if (target,) not in alone)
-    return [(room, targets) for room in sorted(CALLS) for targets in (others, *alone)]
+# Targets that share their settings: most, the one with every configuration, and the one in float16.
+ALIKE = (tuple(target for target in runtime.TARGETS if target not in ("sm_90", "sm_75")), ("sm_90",), ("sm_75",))
 
 
 def for_target(code: str, target: str) -> str:
@@ -628,13 +628,19 @@ def for_target(code: str, target: str) -> str:
     return code.replace("torch.bfloat16", "torch.float16") if target == "sm_75" else code
 
 
-def compiled(room: str, targets: tuple[str, ...], *, recompile_every: int = 0) -> list[CompiledKernel]:
-    """The reports of all calls of a room for targets of one of :func:`jobs`."""
+def code_of(room: str, target: str) -> str:
+    """All calls of a room, as they are made on a target of one of :data:`ALIKE`."""
     settings = SETTINGS.get(room, {"": ""})
-    code = "\n".join([settings.get(targets[0], settings[""]) + CALLS[room], *STATED.get(room, {}).values()])
-    code = for_target(code, targets[0])
+    code = "\n".join([settings.get(target, settings[""]) + CALLS[room], *STATED.get(room, {}).values()])
+    return for_target(code, target)
+
+
+def compiled(
+    rooms: Sequence[str], targets: tuple[str, ...], *, recompile_every: int = 0
+) -> dict[str, list[CompiledKernel]]:
+    """By room the reports of all its calls for targets of one of :data:`ALIKE`."""
     how = {"reports": REPORTS, "recompile_every": recompile_every, "timeout_s": 3000.0}
-    return compile_calls(code, targets, **how)
+    return dict(zip(rooms, compile_each([code_of(room, targets[0]) for room in rooms], targets, **how), strict=True))
 
 
 def test_every_room_is_compiled() -> None:
@@ -643,19 +649,23 @@ def test_every_room_is_compiled() -> None:
     assert set(CALLS) == with_kernels >= set(ROOMS)
 
 
+# nn's rotary embeddings are for the models of transformers.
+HERE = tuple(room for room in sorted(CALLS) if room != "nn" or find_spec("transformers"))
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("targets", ALIKE, ids=lambda targets: targets[0] if len(targets) == 1 else "others")
+# With reports that are kept, a process for all rooms takes hardly longer than one for a single room.
 @pytest.mark.parametrize(
-    ("room", "targets"), jobs(), ids=lambda v: v if isinstance(v, str) else v[0] if len(v) == 1 else "others"
+    "rooms", [HERE] if PINNED else [(room,) for room in HERE], ids=lambda v: v[0] if len(v) == 1 else "rooms"
 )
-def test_kernels_compile_without_spilling(room: str, targets: tuple[str, ...]) -> None:
-    if room == "nn":
-        pytest.importorskip("transformers", reason="rotary embeddings are for its models")
-    found = compiled(room, targets, recompile_every=RECOMPILE_EVERY)
+def test_kernels_compile_without_spilling(rooms: tuple[str, ...], targets: tuple[str, ...]) -> None:
+    found = compiled(rooms, targets, recompile_every=RECOMPILE_EVERY)
     if PINNED:  # another compiler's are not kept
-        new = [str(kernel) for kernel in found if not kernel.stored]
+        new = [str(kernel) for kernels in found.values() for kernel in kernels if not kernel.stored]
         assert not new, f"run 'make compiled' to keep what the compiler says of {', '.join(new)}"
-    for target in targets:
-        of_target = [kernel for kernel in found if kernel.target == target]
+    for room, target in itertools.product(rooms, targets):
+        of_target = [kernel for kernel in found[room] if kernel.target == target]
         # Those of `packed` are moe_lora's, nf4 calls one of them too; and the linear layer's is nn's.
         shared = _kernels_in([*(SRC / "packed").glob("kernels_*.py"), SRC / "linear.py"]) - _kernels(room, target)
         assert {kernel.name for kernel in of_target} - shared == _kernels(room, target)
@@ -716,14 +726,22 @@ def scale(x_ptr, n, BLOCK: tl.constexpr):
     (first,) = run(source)
     assert not first.stored
     write_reports(reports, [first])
-    # A line above changes no kernel; what it calls, what it reads, what it is given and the target do.
+    # A line above changes no kernel; what it is given and the target do.
     four = code.replace("num_warps=2", "num_warps=4")
     found = run("\n# a comment\n" + source, code, four, targets=("sm_90", "sm_80"), every=1)
     assert [kernel.stored for kernel in found] == [True, False, False, False]
-    for read in (("x * FACTOR", "x + FACTOR"), ("constexpr(2)", "constexpr(3)"), ("n // 2", "n // 4")):
-        assert not run(source.replace(*read))[0].stored
-    assert run(source.replace("what a variable", "what some variable"))[0].stored
-    assert run(source.replace("BLOCK", "WIDTH").replace("SIZE", "STEP").replace("x_ptr", "data_ptr"))[0].stored
+    # So does what it calls and what it reads, and no name.
+    texts = [
+        source.replace(*read)
+        for read in (("x * FACTOR", "x + FACTOR"), ("constexpr(2)", "constexpr(3)"), ("n // 2", "n // 4"))
+    ]
+    texts.append(source.replace("what a variable", "what some variable"))
+    texts.append(source.replace("BLOCK", "WIDTH").replace("SIZE", "STEP").replace("x_ptr", "data_ptr"))
+    for i, text in enumerate(texts):
+        assert text != source
+        (tmp_path / f"scaling_{i}.py").write_text(text)
+    found = run(source, *(code.replace("scaling", f"scaling_{i}") for i in range(len(texts))))
+    assert [kernel.stored for kernel in found] == [False, False, False, True, True]
     reports.write_text(reports.read_text().replace(f",{first.registers},", f",{first.registers + 8},"))
     with pytest.raises(CompileError, match="the stored report is"):
         run(source, every=1)

@@ -1,6 +1,7 @@
 """Planted faults are noticed: a small fixed choice of them, all of which once were not. ``make evidence`` tries them all."""
 
 import csv
+import functools
 import subprocess
 import sys
 import time
@@ -28,6 +29,7 @@ ONCE_ALIVE = (
 )
 
 
+@functools.cache
 def _chosen() -> list[faults.Fault]:
     everything = faults.faults(("layer_norm", "scatter_ffn"))
     found = []
@@ -45,8 +47,8 @@ def _chosen() -> list[faults.Fault]:
 def test_these_faults_are_killed(tmp_path: Path) -> None:
     results = tmp_path / "mutants.csv"
     # Those that notice. Shares of a sum are watched while the last one runs, as they are in every test.
-    names = ("the_variance_is_that_of_exact_deviations", "the_mean_is_corrected_by_what_rounding_took_from_it")
-    names += ("the_mean_that_is_kept_is_the_corrected_one", "nan_goes_through_every_activation")
+    names = ("the_variance_is_that_of_exact_deviations[looped]", "the_mean_is_corrected_by_what_rounding_took_from_it")
+    names += ("the_mean_that_is_kept_is_the_corrected_one[registers]", "nan_goes_through_every_activation[relu-20]")
     tests = [f"test_evidence_kernels.py::test_{name}" for name in names]
     tests.append("test_scatter_ffn.py::test_every_way_to_compute_it[vector, shared-plain-float16]")
     command = [sys.executable, str(ROOT / "tools" / "evidence" / "mutants.py"), "--where", "interpreter"]

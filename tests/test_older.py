@@ -20,62 +20,72 @@ import triton
 import triton.language as tl
 
 SOURCES = Path(kernelbook.__file__).parent
+Digests = dict[str, dict[str, str]]  # by case and provider
 DIGESTS = """
-import json, sys
-from kernelbook.lab import bench, dates, older
-properties = json.loads(sys.argv[1])
-one = bench.bench("layer_norm")
-print(json.dumps([older.digests_here(properties, ["layer_norm"])["layer_norm"], dates.host_digest(one.library)]))
+import contextlib, importlib, json, os, sys
+for name in ("torch._dynamo", "pandas", "liger_kernel.ops"):  # what all copies need besides
+    with contextlib.suppress(ImportError):
+        importlib.import_module(name)
+for folder in sys.argv[2:]:
+    if os.fork() == 0:
+        sys.path.insert(0, folder)
+        from kernelbook.lab import bench, dates, older
+        assert str(older.PACKAGE.parent) == folder
+        properties, one = json.loads(sys.argv[1]), bench.bench("layer_norm")
+        found = [older.digests_here(properties, ["layer_norm"])["layer_norm"], dates.host_digest(one.library)]
+        with open(f"{folder}/found.json", "w") as file:
+            json.dump(found, file)
+        os._exit(0)
+    assert os.wait()[1] == 0
 """
 
 
-def digests_with(folder: Path, edits: dict[str, tuple[str, str]]) -> tuple[dict[str, dict[str, str]], str]:
-    """What LayerNorm's cases launch, and the host's digest, in a copy of the package with texts replaced, by file."""
-    shutil.copytree(SOURCES, folder / "kernelbook", ignore=shutil.ignore_patterns("__pycache__"))
-    for name, (text, other) in edits.items():
-        path = folder / "kernelbook" / name.strip()
-        assert text in path.read_text()
-        path.write_text(path.read_text().replace(text, other))
+def digests_with(folder: Path, *copies: dict[str, tuple[str, str]]) -> list[tuple[Digests, str]]:
+    """What LayerNorm's cases launch, and the host's digest, in copies of the package with texts replaced, by file."""
+    folders = [folder / str(i) for i in range(len(copies))]
+    for place, edits in zip(folders, copies, strict=True):
+        shutil.copytree(SOURCES, place / "kernelbook", ignore=shutil.ignore_patterns("__pycache__"))
+        for name, (text, other) in edits.items():
+            path = place / "kernelbook" / name.strip()
+            assert text in path.read_text()
+            path.write_text(path.read_text().replace(text, other))
     hidden = {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": "", "KERNELBOOK_PLANS": "shipped"}
-    hidden |= {"TORCHDYNAMO_DISABLE": "1", "PYTHONPATH": str(folder)}
+    hidden |= {"TORCHDYNAMO_DISABLE": "1"}
     properties = json.dumps(dataclasses.asdict(older.GPUS["nvidia-h200"]))
     done = subprocess.run(
-        [sys.executable, "-c", DIGESTS, properties],
+        [sys.executable, "-c", DIGESTS, properties, *map(str, folders)],
         env={**os.environ, **hidden}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    launches, host = json.loads(done.stdout.splitlines()[-1])
-    return launches, host
-
-
-@pytest.fixture(scope="module")
-def today(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, dict[str, str]], str]:
-    return digests_with(tmp_path_factory.mktemp("today"), {})
+    return [tuple(json.loads((place / "found.json").read_text())) for place in folders]
 
 
 @pytest.mark.slow
-def test_what_says_nothing_of_a_launch_makes_no_row_older(today, tmp_path):
-    shipped = "tuned/nvidia-h100-80gb-hbm3.json"
-    edits = {
+def test_what_makes_a_row_older_and_what_does_not(tmp_path):
+    says_nothing_of_a_launch = {
         "arguments.py": ("import torch\n", "import torch  # a comment\n"),
         "launch.py": ("import functools\n", "import functools  # a comment\n"),
         "layer_norm/op.py": ('must have fewer than', 'has to have fewer than'),
         "layer_norm/kernels.py": ("rstd", "one_over_sigma"),
         "sparse_linear/kernels.py": ("acc += ", "acc += 2 * "),
-        shipped: ('"stages": 5', '"stages": 4'),
+        "tuned/nvidia-h100-80gb-hbm3.json": ('"stages": 5', '"stages": 4'),
     }  # fmt: skip
-    assert digests_with(tmp_path, edits) == today
-
-
-@pytest.mark.slow
-def test_arithmetic_and_thresholds_make_the_rows_older_that_launch_them(today, tmp_path):
-    edits = {
+    arithmetic_and_thresholds = {
         "layer_norm/kernels.py": (
             "tl.store(buffer_dw_ptr + offs, dw",
             "tl.store(buffer_dw_ptr + offs, 2 * dw",
         ),  # with locks
+        "layer_norm/kernels.py ": ("elif n <= 6144:", "elif n <= 5120:"),
     }
-    launches, host = digests_with(tmp_path, edits | {"layer_norm/kernels.py ": ("elif n <= 6144:", "elif n <= 5120:")})
+    a_new_check = {
+        "arguments.py": ("def check_choice(", "def check_more(x):\n    assert x.ndim\n\n\ndef check_choice(")
+    }
+    today, alike, other, checked = digests_with(
+        tmp_path, {}, says_nothing_of_a_launch, arithmetic_and_thresholds, a_new_check
+    )
+    assert alike == today
+    assert checked[0] == today[0] and checked[1] != today[1]  # host times only
+    launches, host = other
     assert host == today[1]
     changed = {
         (case, provider)
@@ -87,14 +97,6 @@ def test_arithmetic_and_thresholds_make_the_rows_older_that_launch_them(today, t
     expected = {(case, provider) for case in launches for provider in launches[case] if provider.endswith(":locks")}
     assert changed == expected | {(case, provider) for case in between for provider in launches[case]}
     assert len(between) > 1
-
-
-@pytest.mark.slow
-def test_a_new_check_makes_host_times_older_and_nothing_else(today, tmp_path):
-    edits = {"arguments.py": ("def check_choice(", "def check_more(x):\n    assert x.ndim\n\n\ndef check_choice(")}
-    launches, host = digests_with(tmp_path, edits)
-    assert launches == today[0]
-    assert host != today[1]
 
 
 # --- texts ----------------------------------------------------------------------------------------------------------

@@ -13,19 +13,27 @@ import torch
 from kernelbook import check, runtime
 from kernelbook.lab.bench import same_loss
 
+SIZES = same_loss.TINY | {"batch": 1}
+Weights = dict[str, torch.Tensor]
+
 
 @pytest.fixture(scope="module")
-def base() -> dict[str, torch.Tensor]:
-    _, first = same_loss.pretrain(same_loss.TINY, 0, small=True)
-    weights, second = same_loss.pretrain(same_loss.TINY, 12, lr=1e-2, small=True)
-    assert second < first
+def ignorant() -> tuple[Weights, float]:
+    """A model that has learned nothing, and its loss."""
+    return same_loss.pretrain(SIZES, 0, small=True)
+
+
+@pytest.fixture(scope="module")
+def base(ignorant: tuple[Weights, float]) -> Weights:
+    weights, loss = same_loss.pretrain(SIZES, 3, lr=1e-2, small=True)
+    assert loss < ignorant[1]
     return weights
 
 
 @pytest.mark.slow
-def test_all_ways_begin_and_go_alike(base: dict[str, torch.Tensor]) -> None:
+def test_all_ways_begin_and_go_alike(base: Weights, ignorant: tuple[Weights, float]) -> None:
     lines = {
-        way: same_loss.finetune(way, 3, same_loss.TINY, 3, base, lr=1e-2, small=True) for way in same_loss.WAYS
+        way: same_loss.finetune(way, 3, SIZES, 3, base, lr=1e-2, small=True) for way in same_loss.WAYS
     }  # fmt: skip
     eager, dense = (lines[way]["validation_loss"] for way in ("eager", "kernelbook:dense"))
     apart = 2e-4 if runtime.DEVICE.type == "cpu" else 0.02  # on a GPU all but eager compute in bfloat16
@@ -38,29 +46,24 @@ def test_all_ways_begin_and_go_alike(base: dict[str, torch.Tensor]) -> None:
     assert line["parameters"] > line["trained"] > 0
     assert line["train_steps"] == [1, 2, 3] and len(line["train_loss"]) == 3
     # Three steps change the loss by less than their batches differ; and 40 teach something new only who knows nothing.
-    ignorant, _ = same_loss.pretrain(same_loss.TINY, 0, small=True)
-    long = same_loss.finetune("eager", 3, same_loss.TINY, 40, ignorant, lr=3e-2, small=True)["validation_loss"]
+    long = same_loss.finetune("eager", 3, SIZES, 40, ignorant[0], lr=3e-2, small=True)["validation_loss"]
     assert long[-1] < long[0] - 0.02
-    other = same_loss.finetune("eager", 4, same_loss.TINY, 3, base, lr=1e-2, small=True)
+    other = same_loss.finetune("eager", 4, SIZES, 3, base, lr=1e-2, small=True)
     assert other["validation_loss"][0] == eager[0] and other["train_loss"] != line["train_loss"]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", same_loss.WAYS)
-def test_replays_learn_what_launches_do(
-    way: str, base: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replays_learn_what_launches_do(way: str, base: Weights, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for launched in (same_loss.EAGER_STEPS, 8):
         monkeypatch.setattr(same_loss, "EAGER_STEPS", launched)
-        found.append(same_loss.finetune(way, 0, same_loss.TINY, 8, base, lr=1e-2, small=True)["train_loss"])
+        found.append(same_loss.finetune(way, 0, SIZES, 8, base, lr=1e-2, small=True)["train_loss"])
     assert found[0] == pytest.approx(found[1], abs=1e-3 if way == "eager" else 0.02) and len(set(found[0])) == 8
 
 
 @pytest.mark.slow
-def test_what_is_not_the_loop_of_transformers_is_found(
-    base: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_not_the_loop_of_transformers_is_found(base: Weights, monkeypatch: pytest.MonkeyPatch) -> None:
     """The truth takes every expert for every token; one forgotten gate, and no run begins."""
     real = same_loss.every_expert
 
@@ -69,15 +72,16 @@ def test_what_is_not_the_loop_of_transformers_is_found(
 
     monkeypatch.setattr(same_loss, "every_expert", without_gates)
     with pytest.raises(check.CheckError, match="every_expert must have the loss of eager"):
-        same_loss.finetune("eager", 0, same_loss.TINY, 1, base, small=True)
+        same_loss.finetune("eager", 0, SIZES, 1, base, small=True)
 
 
 def test_a_way_that_is_not_there() -> None:
     with pytest.raises(ValueError, match=r"finetune: way must be one of eager, grouped_mm, .*, got 'fast'"):
-        same_loss.finetune("fast", 0, same_loss.TINY, 1, {})
+        same_loss.finetune("fast", 0, SIZES, 1, {})
 
 
-def test_the_command_writes_a_line_a_run(tmp_path: Path) -> None:
+def test_the_command_writes_a_line_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(same_loss, "TINY", SIZES)
     base, out = tmp_path / "base.pt", tmp_path / "out"
     how = ["--out", str(out), "--tiny", "--pretrain-steps", "1", "--steps", "1", "--seeds", "1", "--base", str(base)]
     how += ["--ways", "eager"]

@@ -40,14 +40,26 @@ def _tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+@functools.cache
+def _nodes(path: Path) -> list[tuple[int, int, Any]]:
+    """The functions, classes and assignments of a file, each with its first line and its last."""
+    return [
+        (
+            min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))]),
+            node.end_lineno or node.lineno,
+            node,
+        )
+        for node in ast.walk(_tree(path))
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign)
+    ]
+
+
 def _node_at(path: Path, line: int) -> Any:
     """The function, class or statement at module level that stands at a line, innermost first."""
     found: Any = None
-    for node in ast.walk(_tree(path)):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign):
-            first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
-            if first <= line <= (node.end_lineno or line) and (found is None or node.lineno >= found.lineno):
-                found = node
+    for first, last, node in _nodes(path):
+        if first <= line <= last and (found is None or node.lineno >= found.lineno):
+            found = node
     return found
 
 
@@ -68,8 +80,10 @@ def _ours() -> set[str]:
     found = set[str]()
     for path in SRC.rglob("*.py"):
         for node in ast.walk(_tree(path)):
-            if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.alias):
-                found.add(getattr(node, "asname", None) or node.name)
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                found.add(node.name)
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kernelbook"):
+                found |= {alias.asname or alias.name for alias in node.names}
         for node in _tree(path).body:
             if isinstance(node, ast.Assign):
                 found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
@@ -77,12 +91,17 @@ def _ours() -> set[str]:
 
 
 def _names(node: ast.AST) -> Iterator[tuple[str, int, int]]:
-    """The names that are read within a function or a statement, each where its last part stands."""
+    """The names that are read within a function or a statement, each once, where its last part stands; no local ones."""
+    local = {each.arg for each in ast.walk(node) if isinstance(each, ast.arg)}
+    local |= {each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
+    seen = set[str]()
     for each in ast.walk(node):
-        if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load):
-            yield each.id, each.lineno, each.col_offset
-        elif isinstance(each, ast.Attribute) and each.end_col_offset is not None:
-            yield each.attr, each.end_lineno or each.lineno, each.end_col_offset - len(each.attr)
+        if isinstance(each, ast.Name | ast.Attribute) and (text := ast.unparse(each)) not in seen:
+            seen.add(text)
+            if isinstance(each, ast.Attribute):
+                yield each.attr, each.end_lineno or each.lineno, (each.end_col_offset or 0) - len(each.attr)
+            elif each.id not in local:
+                yield each.id, each.lineno, each.col_offset
 
 
 @functools.cache

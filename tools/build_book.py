@@ -3,16 +3,19 @@
 usage: python tools/build_book.py [--draft]
 
 Notebooks, and pages with cells, are executed, as many at a time as there are processors, and what they print is kept in _build/executed. It is used again as long as the
-notebook, the package and what was recorded are what they were. --draft builds the pages without what is not there yet.
+notebook, the package and what was recorded are what they were: tools/keep_executed.py keeps there what the tests of notebooks execute. --draft builds the pages without
+what is not there yet.
 """
 
 import concurrent.futures
+import contextlib
 import hashlib
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,8 @@ ROOT = Path(__file__).resolve().parent.parent
 HTML = ROOT / "_build" / "html"
 EXECUTED = ROOT / "_build" / "executed"
 HAS_GPU = shutil.which("nvidia-smi") is not None
+# On a GPU one after the other: some of them take times.
+AT_ONCE = 1 if HAS_GPU else len(os.sched_getaffinity(0))
 # What decides the outputs of a notebook beside itself.
 DECIDING = ("src", "book/results", "book/evidence", "book/compiled.csv", "book/moe_lora_orders.csv", "requirements.txt")
 
@@ -74,6 +79,21 @@ def is_kept(cache: Any, path: Path) -> bool:
     return True
 
 
+@contextlib.contextmanager
+def kernels() -> Iterator[Path]:
+    """The environment in which notebooks run, and a folder that goes with it."""
+    with tempfile.TemporaryDirectory() as scratch:
+        # This very Python, whatever kernel of the same name the user has installed elsewhere.
+        write_kernel_spec(Path(scratch, "kernels", "python3"), extra_arguments=["--log-level=ERROR"])
+        os.environ["JUPYTER_PATH"] = os.pathsep.join(filter(None, [scratch, os.environ.get("JUPYTER_PATH")]))
+        os.environ["PYDEVD_DISABLE_FILE_VALIDATION"] = "1"  # the debugger's warning about frozen modules
+        # For what pages import, and Sphinx's extensions, beside this file.
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "tools"), os.environ.get("PYTHONPATH")]))
+        if AT_ONCE > 1:
+            os.environ.setdefault("OMP_NUM_THREADS", "1")  # each core has a notebook
+        yield Path(scratch)
+
+
 def execute(path: Path) -> ExecutionResult:
     """The executed notebook, its seconds, and what went wrong."""
     how = {"timeout": 600, "allow_errors": False, "kernel_name": "python3"}
@@ -83,11 +103,7 @@ def execute(path: Path) -> ExecutionResult:
 def execute_all(paths: list[Path], cache: Any) -> int:
     """Executes the notebooks; the number of those that failed."""
     failed = 0
-    # On a GPU one after the other: some of them take times.
-    at_once = 1 if HAS_GPU else len(os.sched_getaffinity(0))
-    if at_once > 1:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # each core has a notebook
-    with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
+    with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
         for path, done in zip(paths, pool.map(execute, paths), strict=True):
             print(f"{path.name}: {done.time:.0f} s{', FAILED' if done.err else ''}", flush=True)
             if done.err:
@@ -116,18 +132,12 @@ def main(arguments: list[str]) -> int:
     # Sphinx would execute these one after the other.
     pages = [path for path in sorted((ROOT / "book").glob("*.md")) if read(path) is not None]
     shutil.rmtree(HTML, ignore_errors=True)  # else the pages of removed chapters and old failure reports would stay
-    with tempfile.TemporaryDirectory() as scratch:
-        # The notebooks run in this very Python, whatever kernel of the same name the user has installed elsewhere.
-        write_kernel_spec(Path(scratch, "kernels", "python3"), extra_arguments=["--log-level=ERROR"])
-        os.environ["JUPYTER_PATH"] = os.pathsep.join(filter(None, [scratch, os.environ.get("JUPYTER_PATH")]))
-        os.environ["PYDEVD_DISABLE_FILE_VALIDATION"] = "1"  # the debugger's warning about frozen modules
-        # For what pages import, and Sphinx's extensions, beside this file.
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "tools"), os.environ.get("PYTHONPATH")]))
+    with kernels() as scratch:
         place = EXECUTED
         cache = open_cache()
         new = [path for path in notebooks if not is_kept(cache, path)]
         if draft:
-            place = Path(scratch, "cache")
+            place = scratch / "cache"
             shutil.copytree(EXECUTED, place)
             cache = get_cache(str(place))
             for path in new:
@@ -135,7 +145,7 @@ def main(arguments: list[str]) -> int:
         elif execute_all([*(path for path in pages if not is_kept(cache, path)), *new], cache):
             print("The book was not built: see the errors above.", file=sys.stderr)
             return 1
-        config = Path(scratch, "_config.yml")
+        config = scratch / "_config.yml"
         write_config(config, place)
         build = [sys.executable, "-c", "from jupyter_book.cli.main import main; main()", "build", str(ROOT)]
         flags = ["--all", *([] if draft else ["-W", "-n"]), "--keep-going", "--config", str(config)]

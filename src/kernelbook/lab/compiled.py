@@ -468,7 +468,8 @@ def _of_target(target: str, job: Mapping[str, Any], reports: Mapping[str, Mappin
 
 
 def _import_once(codes: Sequence[str]) -> None:
-    """Imports what each target's process would import: what the codes name, and what the first backward pass brings along."""
+    """Does what each target's process would do anew: imports what the codes name, and what the first backward pass brings
+    along, and reads the kernels' sources."""
     modules = {"torch._dynamo": None}
     for node in itertools.chain.from_iterable(ast.parse(code).body for code in codes):
         if isinstance(node, ast.Import):
@@ -478,6 +479,10 @@ def _import_once(codes: Sequence[str]) -> None:
     for name in modules:
         with contextlib.suppress(ImportError):  # a name that is no module; what is missing is missed again by the code
             importlib.import_module(name)
+    for module in [module for name, module in sys.modules.items() if name.startswith("kernelbook.")]:
+        for value in vars(module).values():
+            if isinstance(value, JITFunction):
+                launched.text_of(value)
 
 
 def _main(job_path: str, result_path: str) -> None:

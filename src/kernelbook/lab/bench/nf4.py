@@ -293,7 +293,7 @@ def small_checks() -> list[check.Verdict]:
     for double_quant in (False, True):
         for case in (
             _case((4, 64, 256), 2, BLOCK_SIZE, double_quant),
-            _matmul_case((2, 64, 256), 3, BLOCK_SIZE, double_quant),
+            _matmul_case((2, 16, 256), 3, BLOCK_SIZE, double_quant),
         ):
             problem = case.build()
             assert isinstance(problem, Problem)
