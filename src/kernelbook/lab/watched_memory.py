@@ -252,17 +252,22 @@ def watched() -> Iterator[None]:
 
     def follow(name: str) -> Any:
         """The operation, whose result is remembered to be what comes of its operands."""
+        made, handle = real[name], interpreter.TensorHandle
+        starts = name in ("get_int32", "get_null_value", "create_make_range")
+        multiplies, mixes = name == "create_mul", name in ("create_mul", "create_add", "create_sub")
 
         def operation(self: Any, *args: Any) -> Any:
-            result = real[name](self, *args)
-            kinds = {narrow(a) for a in args if isinstance(a, interpreter.TensorHandle)}
-            if result.data.dtype.itemsize == 4:
-                if name in ("get_int32", "get_null_value", "create_make_range"):
-                    result.narrow = "small"
-                elif "product" in kinds or (name == "create_mul" and "argument" in kinds and "small" not in kinds):
-                    result.narrow = "product"
-                elif len(kinds) == 1 and (name not in ("create_mul", "create_add", "create_sub") or kinds == {"small"}):
-                    result.narrow = kinds.pop()
+            result = made(self, *args)
+            if result.data.dtype.itemsize != 4:
+                return result
+            if starts:
+                result.narrow = "small"
+                return result
+            kinds = {narrow(a) for a in args if isinstance(a, handle)}
+            if "product" in kinds or (multiplies and "argument" in kinds and "small" not in kinds):
+                result.narrow = "product"
+            elif len(kinds) == 1 and (not mixes or kinds == {"small"}):
+                result.narrow = kinds.pop()
             return result
 
         return operation
@@ -285,6 +290,10 @@ def watched() -> Iterator[None]:
             current[0].enter((z * self.grid_dim[1] + y) * self.grid_dim[0] + x)
 
     def lanes(mask: Any, pointers: np.ndarray) -> np.ndarray:
+        if (
+            getattr(mask.data, "dtype", None) == np.bool_ and mask.data.shape == pointers.shape
+        ):  # a descriptor's has none
+            return mask.data
         return np.broadcast_to(mask.data, pointers.shape).astype(bool)  # a mask made with Python's bool holds integers
 
     def load(
