@@ -19,11 +19,11 @@ from collections.abc import Callable, Iterator
 
 import hypothesis
 import pytest
-import remembered_types
 import torch
 from stand_in import stand_in_for
 
 from kernelbook import plans, runtime
+from kernelbook.lab import remembered_types
 
 # isort: split
 import triton

@@ -10,13 +10,13 @@ import kernelbook  # noqa: F401
 # isort: split
 import numpy as np
 import pytest
-import remembered_types
 import torch
 import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
 from kernelbook import runtime
+from kernelbook.lab import remembered_types
 from kernelbook.lab.watched_memory import watched
 
 pytestmark = pytest.mark.skipif(
@@ -166,6 +166,7 @@ def _results(pairs: list[tuple[Any, Any]]) -> list[str]:
     return found
 
 
+@pytest.mark.filterwarnings("ignore:Value 2 exceeds")
 @pytest.mark.unwatched  # until the one or the other is in place
 @pytest.mark.skipif(not remembered_types.of_triton, reason="nothing is remembered")
 def test_what_is_remembered_is_tritons() -> None:

@@ -221,8 +221,8 @@ def _operator(name: str, slow: Callable[..., Any]) -> Callable[..., Any]:
     builder, semantic = interpreter.interpreter_builder, interpreter.interpreter_semantic
     turned = name.startswith("__r") and name != "__rshift__"
     plain = name.strip("_")[turned:]
-    creates = _COMPARISONS.get(plain) or _ARITHMETIC.get(plain) or (None, _BITS[plain])
-    creates = (*creates, creates[-1])[:3]
+    creates = _COMPARISONS.get(plain) or _ARITHMETIC.get(plain) or (_BITS[plain],)
+    creates = (*creates, creates[-1], creates[-1])  # for floats, signed and unsigned integers
     compares, bits = plain in _COMPARISONS, plain in _BITS
 
     def operate(self: Any, other: Any) -> Any:
@@ -294,7 +294,10 @@ OURS: dict[Place, Any] = {
 
 
 def remember() -> None:
-    if not (runtime.INTERPRET and triton.__version__.startswith("3.7.")):  # others are made in other ways
+    """From here on, in this process."""
+    if of_triton or not (
+        runtime.INTERPRET and triton.__version__.startswith("3.7.")
+    ):  # others make types in other ways
         return
     of_triton.update({(place, name): getattr(place, name) for place, name in OURS})
     _put(OURS, _new_block)
