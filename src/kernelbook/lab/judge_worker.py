@@ -600,6 +600,8 @@ def _main(control: socket.socket, serve: bool) -> None:
 
     torch.set_num_threads(1)
     remembered_types.remember()
+    gc.collect()
+    gc.freeze()  # what a solution leaves is looked for after each call, and not among all of PyTorch
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # whoever stops a notebook stops this too, and reads no traceback
     while True:
