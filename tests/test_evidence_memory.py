@@ -126,7 +126,7 @@ OPERATORS = [
     operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne,
     operator.and_, operator.or_, operator.xor, operator.lshift, operator.rshift,
     lambda a, b: tl.maximum(a, b), lambda a, b: tl.where(a > b, a, b), lambda a, b: tl.broadcast(a, b)[0],
-    lambda a, b: a[:, None] + b[None, :], lambda a, b: tl.zeros((2, 4), a.dtype) + a,
+    lambda a, b: a.to(b.dtype), lambda a, b: a[:, None] + b[None, :], lambda a, b: tl.zeros((2, 4), a.dtype) + a,
 ]  # fmt: skip
 
 

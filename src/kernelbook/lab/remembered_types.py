@@ -144,6 +144,16 @@ def _broadcast(semantic: Any, value: Any, like: Any) -> Any:
     return core.tensor(semantic.builder.create_splat(kind, value.handle), kind)
 
 
+def _cast(self: Any, input: Any, dst_ty: Any, fp_downcast_rounding: str | None = None) -> Any:
+    source, target = input.dtype, dst_ty.scalar
+    if source is target:
+        return input
+    if source.name in _CAST_FROM and target.name in _CAST_TO and fp_downcast_rounding is None:
+        kind = input.type.with_element_ty(target)
+        return core.tensor(self.builder.cast_impl(input.handle, target), kind)
+    return of_triton[TritonSemantic, "cast"](self, input, dst_ty, fp_downcast_rounding)
+
+
 def _expand_dims_of(self: Any, input: Any, axis: int) -> Any:
     if not input.type.is_block():
         return of_triton[TritonSemantic, "expand_dims"](self, input, axis)
@@ -179,8 +189,10 @@ def _expand_dims(self: Any, arg: Any, axis: int) -> Any:
     return interpreter.TensorHandle(arg.data.reshape((*shape[:axis], 1, *shape[axis:])), arg.dtype.scalar)
 
 
+_CAST_FROM = {"fp32", "fp64", *core.dtype.SINT_TYPES, *core.dtype.UINT_TYPES}  # which NumPy casts in one step
+_CAST_TO = (_CAST_FROM | {"fp16"}) - {"int1"}
 FLOAT, SIGNED, UNSIGNED = range(3)
-_KINDS = {
+_KINDS: dict[str, Any] = {
     **dict.fromkeys(("fp16", "bf16", "fp32", "fp64"), FLOAT),
     **dict.fromkeys(core.dtype.SINT_TYPES, SIGNED),
     **dict.fromkeys(core.dtype.UINT_TYPES, UNSIGNED),
@@ -217,7 +229,7 @@ def _joint(a: Any, b: Any, known: dict[tuple[str, str], Any] = {}) -> Any:  # no
 
 
 def _operator(name: str, slow: Callable[..., Any]) -> Callable[..., Any]:
-    """An operator of tensors of one dtype, or of a tensor and a number that takes its dtype: NumPy broadcasts them."""
+    """An operator of two tensors, or of a tensor and a number that takes its dtype: NumPy broadcasts them."""
     builder, semantic = interpreter.interpreter_builder, interpreter.interpreter_semantic
     turned = name.startswith("__r") and name != "__rshift__"
     plain = name.strip("_")[turned:]
@@ -230,13 +242,18 @@ def _operator(name: str, slow: Callable[..., Any]) -> Callable[..., Any]:
         fits = kind == SIGNED and dtype.int_bitwidth >= 32 and type(other) is int and -(2**31) <= other < 2**31
         if fits or (kind == FLOAT and type(other) in (int, float) and not bits):
             other = semantic.to_tensor(other) if compares else semantic.scalar_constant(other, dtype)
-        joint = _joint(self.type, other.type) if type(other) is core.tensor else None
-        if joint is not None and other.dtype is dtype and kind is not None:
-            if not (builder.options.sanitize_overflow or (bits and kind == FLOAT)):
-                create, (a, b) = getattr(builder, creates[kind]), (other, self) if turned else (self, other)
-                return core.tensor(create(a.handle, b.handle), joint.with_element_ty(core.int1) if compares else joint)
-        elif joint is not None and name == "__add__" and dtype.is_ptr() and _KINDS.get(other.dtype.name) == SIGNED:
-            return core.tensor(builder.create_addptr(self.handle, other.handle), joint)
+        if type(other) is core.tensor and (joint := _joint(self.type, other.type)) is not None:
+            kinds = kind, _KINDS.get(other.dtype.name)
+            if None not in kinds and not builder.options.sanitize_overflow and not (bits and FLOAT in kinds):
+                a, b = (other, self) if turned else (self, other)
+                if other.dtype is not dtype:
+                    dtype = semantic.computation_type_impl(dtype, False, other.dtype, False, False)
+                    kind, joint = _KINDS[dtype.name], joint.with_element_ty(dtype)
+                    a, b = semantic.cast(a, dtype), semantic.cast(b, dtype)
+                handle = getattr(builder, creates[kind])(a.handle, b.handle)
+                return core.tensor(handle, joint.with_element_ty(core.int1) if compares else joint)
+            if name == "__add__" and dtype.is_ptr() and kinds[1] == SIGNED:
+                return core.tensor(builder.create_addptr(self.handle, other.handle), joint)
         return slow(self, other, _semantic=semantic)
 
     return operate
@@ -282,6 +299,7 @@ OURS: dict[Place, Any] = {
     (core, "_unwrap_if_constexpr"): _unwrap_if_constexpr,
     (TritonSemantic, "binary_op_type_checking_impl"): _binary_op_type_checking_impl,
     (TritonSemantic, "broadcast_impl_value"): _broadcast_impl_value,
+    (TritonSemantic, "cast"): _cast,
     (TritonSemantic, "expand_dims"): _expand_dims_of,
     (TritonSemantic, "computation_type_impl"): _computation_type_impl,
     (interpreter, "_get_np_dtype"): _np_dtype,
