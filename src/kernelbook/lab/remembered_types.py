@@ -238,7 +238,8 @@ def _operator(name: str, slow: Callable[..., Any]) -> Callable[..., Any]:
     compares, bits = plain in _COMPARISONS, plain in _BITS
 
     def operate(self: Any, other: Any) -> Any:
-        dtype, kind = self.dtype, _KINDS.get(self.dtype.name)
+        dtype: Any = self.dtype
+        kind: Any = _KINDS.get(dtype.name)
         fits = kind == SIGNED and dtype.int_bitwidth >= 32 and type(other) is int and -(2**31) <= other < 2**31
         if fits or (kind == FLOAT and type(other) in (int, float) and not bits):
             other = semantic.to_tensor(other) if compares else semantic.scalar_constant(other, dtype)
