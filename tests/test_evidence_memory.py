@@ -3,6 +3,7 @@
 import itertools
 import math
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import kernelbook  # noqa: F401
@@ -120,7 +121,7 @@ def _kernel_that_calls(function: tl.constexpr):
 
 
 SHAPES: list[tuple[int, ...]] = [(), (1,), (4,), (2, 1), (1, 4), (2, 4), (2,)]
-NUMBERS = [0, 1, -3, 2**31, 2**40, 2.5, 0.0, True, float("inf"), tl.constexpr(2)]
+NUMBERS = [0, 1, -3, 2**24 + 1, 2**31, 2**40, 2.5, 0.0, -0.0, 1e-40, True, float("inf"), tl.constexpr(2)]
 OPERATORS = [
     operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.mod,
     operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne,
@@ -156,7 +157,7 @@ def _results(pairs: list[tuple[Any, Any]]) -> list[str]:
             if not isinstance(c, tl.tensor):
                 found.append(repr(c))
             else:
-                handle, kinds = c.handle, {**vars(c), "type of": vars(c.type)}
+                handle, kinds = c.handle, {**vars(c), "type of": {**vars(c.type), "of_tensor": 0}}
                 bits = handle.data.dtype, handle.data.shape, handle.data.tobytes(), handle.dtype
                 told = (f"{name} {type(kinds[name])} {kinds[name]}" for name in sorted(kinds) if name != "handle")
                 found.append(f"{bits} {getattr(handle, 'narrow', '')} {[*told]}")
@@ -164,6 +165,20 @@ def _results(pairs: list[tuple[Any, Any]]) -> list[str]:
     with watched(), np.errstate(all="ignore"):
         _kernel_that_calls[(1,)](run)
     return found
+
+
+@pytest.mark.parametrize(
+    "of", (lambda x: x + 1, lambda x: 1 + x, lambda x: x + x, lambda x: x - (-1), lambda x: x * 2, lambda x: x * x)
+)
+def test_what_is_remembered_overflows_too(of: Callable[[Any], Any], overflow_raises: Callable[[], None]) -> None:
+    def run() -> None:
+        largest = interpreter.TensorHandle(np.full(1, 2**31 - 1, np.int32), tl.int32)
+        of(tl.tensor(largest, tl.int32))
+
+    _kernel_that_calls[(1,)](run)
+    overflow_raises()
+    with pytest.raises(Exception, match="overflow"):
+        _kernel_that_calls[(1,)](run)
 
 
 @pytest.mark.filterwarnings("ignore:Value 2 exceeds")

@@ -43,6 +43,7 @@ def _new_block(cls: Any, *args: Any) -> Any:
         block = object.__new__(cls)
         of_triton[core.block_type, "__init__"](block, *args)
         block.shape = _shape(key[1])  # the same one of equal ones
+        block.of_tensor = _sizes(key[1])
         _blocks[key] = block
     return block
 
@@ -57,8 +58,11 @@ def _init_block(self: Any, element_ty: Any, shape: Any) -> None:
         of_triton[core.block_type, "__init__"](self, element_ty, shape)
 
 
-def _with_element_ty(self: Any, scalar_ty: Any) -> Any:
-    return core.block_type(scalar_ty, self.shape)
+def _with_element_ty(self: Any, scalar_ty: Any, known: dict[tuple[str, str], Any] = {}) -> Any:  # noqa: B006
+    key = self.name, scalar_ty.name
+    if key not in known:
+        known[key] = core.block_type(scalar_ty, self.shape)
+    return known[key]
 
 
 def _same_dtype(self: Any, other: Any) -> Any:
@@ -82,7 +86,7 @@ def _sizes(sizes: tuple[int, ...]) -> tuple[Any, ...]:
 
 def _init_tensor(self: Any, handle: Any, type: Any) -> None:
     self.handle, self.type, self.dtype = handle, type, type.scalar
-    self.numel, self.shape = _sizes(builtins.tuple(type.shape.values) if type.is_block() else ())
+    self.numel, self.shape = type.of_tensor or _sizes(builtins.tuple(type.shape.values))
 
 
 def _same_values(self: Any, other: Any) -> Any:
@@ -149,8 +153,8 @@ def _cast(self: Any, input: Any, dst_ty: Any, fp_downcast_rounding: str | None =
     if source is target:
         return input
     if source.name in _CAST_FROM and target.name in _CAST_TO and fp_downcast_rounding is None:
-        kind = input.type.with_element_ty(target)
-        return core.tensor(self.builder.cast_impl(input.handle, target), kind)
+        handle = interpreter.TensorHandle(input.handle.data.astype(_np_dtype(target)), target)
+        return core.tensor(handle, input.type.with_element_ty(target))
     return of_triton[TritonSemantic, "cast"](self, input, dst_ty, fp_downcast_rounding)
 
 
@@ -191,6 +195,14 @@ def _expand_dims(self: Any, arg: Any, axis: int) -> Any:
 
 _CAST_FROM = {"fp32", "fp64", *core.dtype.SINT_TYPES, *core.dtype.UINT_TYPES}  # which NumPy casts in one step
 _CAST_TO = (_CAST_FROM | {"fp16"}) - {"int1"}
+
+
+def _addptr(self: Any, ptr: Any, offset: Any) -> Any:
+    data = offset.data.astype(np.uint64)
+    data *= max(1, ptr.get_element_ty().primitive_bitwidth // 8)
+    return interpreter.TensorHandle(ptr.data + data, ptr.dtype)
+
+
 FLOAT, SIGNED, UNSIGNED = range(3)
 _KINDS: dict[str, Any] = {
     **dict.fromkeys(("fp16", "bf16", "fp32", "fp64"), FLOAT),
@@ -237,27 +249,52 @@ def _operator(name: str, slow: Callable[..., Any]) -> Callable[..., Any]:
     creates = (*creates, creates[-1], creates[-1])  # for floats, signed and unsigned integers
     compares, bits = plain in _COMPARISONS, plain in _BITS
 
+    def number(value: float, dtype: Any) -> Any:
+        return builder.get_null_value(dtype) if value == 0 else getattr(builder, f"get_{dtype.name}")(value)
+
+    def of_handles(kind: int, a: Any, b: Any, joint: Any) -> Any:
+        handle = getattr(builder, creates[kind])(*((b, a) if turned else (a, b)))
+        return core.tensor(handle, joint.with_element_ty(core.int1) if compares else joint)
+
     def operate(self: Any, other: Any) -> Any:
+        if builder.options.sanitize_overflow:
+            return slow(self, other, _semantic=semantic)
         dtype: Any = self.dtype
         kind: Any = _KINDS.get(dtype.name)
         fits = kind == SIGNED and dtype.int_bitwidth >= 32 and type(other) is int and -(2**31) <= other < 2**31
         if fits or (kind == FLOAT and type(other) in (int, float) and not bits):
-            other = semantic.to_tensor(other) if compares else semantic.scalar_constant(other, dtype)
+            if not compares or dtype is core.int32 or (dtype is core.float32 and type(other) is int):
+                return of_handles(kind, self.handle, number(other, dtype), self.type)
+            other = semantic.to_tensor(other)
         if type(other) is core.tensor and (joint := _joint(self.type, other.type)) is not None:
             kinds = kind, _KINDS.get(other.dtype.name)
-            if None not in kinds and not builder.options.sanitize_overflow and not (bits and FLOAT in kinds):
-                a, b = (other, self) if turned else (self, other)
+            if None not in kinds and not (bits and FLOAT in kinds):
+                a, b = self, other
                 if other.dtype is not dtype:
                     dtype = semantic.computation_type_impl(dtype, False, other.dtype, False, False)
                     kind, joint = _KINDS[dtype.name], joint.with_element_ty(dtype)
                     a, b = semantic.cast(a, dtype), semantic.cast(b, dtype)
-                handle = getattr(builder, creates[kind])(a.handle, b.handle)
-                return core.tensor(handle, joint.with_element_ty(core.int1) if compares else joint)
+                return of_handles(kind, a.handle, b.handle, joint)
             if name == "__add__" and dtype.is_ptr() and kinds[1] == SIGNED:
                 return core.tensor(builder.create_addptr(self.handle, other.handle), joint)
         return slow(self, other, _semantic=semantic)
 
     return operate
+
+
+def _getitem(slow: Callable[..., Any]) -> Callable[..., Any]:
+    semantic = interpreter.interpreter_semantic
+
+    def getitem(self: Any, slices: Any) -> Any:
+        if type(slices) is not builtins.tuple or any(
+            s is not None and not (type(s) is slice and s.start is s.stop is s.step is None) for s in slices
+        ):
+            return slow(self, slices, _semantic=semantic)
+        for dim, s in enumerate(slices):
+            self = semantic.expand_dims(self, dim) if s is None else self
+        return self
+
+    return getitem
 
 
 OPERATORS = {f"__{r}{name}__" for name in (*_ARITHMETIC, *_BITS) for r in ("", "r")} | {
@@ -269,6 +306,8 @@ OPERATORS = {f"__{r}{name}__" for name in (*_ARITHMETIC, *_BITS) for r in ("", "
 def _patched(obj: Any, name: str, member: Any) -> Any:
     if getattr(member, "__code__", None) is BUILTIN:
         member = member.__wrapped__
+    if obj is core.tensor and name == "__getitem__":
+        return _getitem(member)
     if obj is core.tensor and name in OPERATORS:
         return _operator(name, member)
 
@@ -307,6 +346,7 @@ OURS: dict[Place, Any] = {
     (interpreter, "_patch_builtin"): _patch_builtin,
     (interpreter.TensorHandle, "__init__"): _init_handle,
     (interpreter.InterpreterBuilder, "binary_op"): _binary_op,
+    (interpreter.InterpreterBuilder, "create_addptr"): _addptr,
     (interpreter.InterpreterBuilder, "create_splat"): _splat,
     (interpreter.InterpreterBuilder, "create_expand_dims"): _expand_dims,
 }
@@ -319,6 +359,7 @@ def remember() -> None:
     ):  # others make types in other ways
         return
     of_triton.update({(place, name): getattr(place, name) for place, name in OURS})
+    core.dtype.of_tensor, core.block_type.of_tensor = _sizes(()), None
     _put(OURS, _new_block)
     for pkg in (tl, core, core.tensor, tl.math, core.tensor_descriptor_base):
         _builtins_of(pkg)  # before any kernel ran, whose functions may stay patched

@@ -263,7 +263,7 @@ def watched() -> Iterator[None]:
             if starts:
                 result.narrow = "small"
                 return result
-            kinds = {narrow(a) for a in args if isinstance(a, handle)}
+            kinds = {getattr(a, "narrow", "") for a in args if isinstance(a, handle)}
             if "product" in kinds or (multiplies and "argument" in kinds and "small" not in kinds):
                 result.narrow = "product"
             elif len(kinds) == 1 and (not mixes or kinds == {"small"}):
