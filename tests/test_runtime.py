@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 
@@ -40,9 +41,7 @@ def _python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     inherited = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     # Without a GPU, also where there is one: the same outcome on every machine.
     hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "PYTHONPATH": SRC}
-    return subprocess.run(
-        [sys.executable, "-c", code], env=inherited | hidden | environment, capture_output=True, text=True, check=False
-    )
+    return forked.python(code, inherited | hidden | environment)
 
 
 REPORT = "import kernelbook.runtime as r; print(r.INTERPRET, r.COMPILE_ONLY, r.DEVICE)"
