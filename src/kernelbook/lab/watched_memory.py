@@ -155,9 +155,9 @@ class _Watch:
         if not region.remember():
             return
         cells = (addresses - np.uint64(region.start)).astype(np.int64) // region.size
-        order = np.argsort(addresses, kind="stable")
-        twice = np.flatnonzero(np.diff(addresses[order]) == 0)
-        if twice.size:
+        if not (addresses[1:] > addresses[:-1]).all():
+            order = np.argsort(addresses, kind="stable")
+            twice = np.flatnonzero(np.diff(addresses[order]) == 0)
             bits = np.ascontiguousarray(np.broadcast_to(values, pointers.shape)[mask]).view(
                 f"V{values.dtype.itemsize}"
             )[order]
