@@ -17,6 +17,7 @@ it is given. So it gives right results for kernels that are wrong on a GPU. With
   same shape, of which each thread reads its own.
 """
 
+import bisect
 import contextlib
 import hashlib
 import itertools
@@ -88,7 +89,7 @@ class _Watch:
                 before.end, before.size = max(before.end, end), min(before.size, size)
             else:
                 self.regions.append(_Region(start, end, size))
-        self.starts = np.array([r.start for r in self.regions], np.uint64)
+        self.starts = [r.start for r in self.regions]
         self.program = -1
         self.barriers: dict[int, int] = {}  # by program: how often its threads have met
         self.released: dict[int, dict[int, int]] = {}  # by address: for each program how many of its barriers are seen
@@ -101,7 +102,7 @@ class _Watch:
     def _region(self, addresses: np.ndarray, size: int, what: str) -> _Region:
         """The region that all addresses lie in."""
         low, high = int(addresses.min()), int(addresses.max())
-        index = int(np.searchsorted(self.starts, np.uint64(low), side="right")) - 1
+        index = bisect.bisect_right(self.starts, low) - 1
         if index >= 0 and high + size <= self.regions[index].end:
             return self.regions[index]
         where = self.regions[index] if index >= 0 else None
