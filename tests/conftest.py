@@ -1,9 +1,11 @@
 """Shared by all tests. kernelbook comes first: it decides between GPU and interpreter before Triton is imported."""
 
 import fcntl
+import functools
 import gc
 import itertools
 import os
+import sys
 import tempfile
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # what is installed may not look for models or kernels of its own
@@ -16,14 +18,15 @@ import kernelbook  # noqa: F401
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import hypothesis
 import pytest
-import remembered_types
 import torch
 from stand_in import stand_in_for
 
 from kernelbook import plans, runtime
+from kernelbook.lab import remembered_types
 
 # isort: split
 import triton
@@ -105,6 +108,18 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 20, 100)
+
+
+def _compile_but_not_for_bitsandbytes(fn: Any = None, /, **kwargs: Any) -> Any:
+    """On a CPU bitsandbytes compiles its functions for each shape and block size, in ten seconds, or else calls them as they are."""
+    if sys._getframe(1).f_globals["__name__"].startswith("bitsandbytes."):
+        raise RuntimeError("not in tests")
+    return _torch_compile(fn, **kwargs)
+
+
+_torch_compile = torch.compile
+if runtime.INTERPRET:
+    torch.compile = functools.wraps(torch.compile)(_compile_but_not_for_bitsandbytes)
 
 
 @pytest.fixture(autouse=True)

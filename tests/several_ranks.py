@@ -19,7 +19,6 @@ import kernelbook  # noqa: F401  before Triton
 
 # isort: split
 import pandas as pd
-import remembered_types
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -43,7 +42,7 @@ from kernelbook.distributed import (
 )
 from kernelbook.distributed import expert_parallel as expert_parallel_module
 from kernelbook.distributed.exchange import exchange
-from kernelbook.lab import record, timing
+from kernelbook.lab import record, remembered_types, timing
 from kernelbook.lab.bench import several_gpus
 from kernelbook.lab.bench.moe_block import block_reference
 from kernelbook.nn import MoELayer, SparseLinear

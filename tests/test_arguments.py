@@ -1,12 +1,12 @@
 """What all public functions have in common: how they take tensors of any kind, and what may be done with their results."""
 
 import contextlib
-import subprocess
-import sys
+import os
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import forked
 import pytest
 import torch
 
@@ -59,7 +59,7 @@ def test_both_switches_for_tf32_are_read(switch: str) -> None:
         f"matmul.{switch} = {off}\n"
         "assert tensors.precision(torch.float32) == 'ieee'\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    done = forked.python(script, os.environ)
     assert done.returncode == 0, done.stderr
 
 

@@ -1,16 +1,24 @@
 """What ``watched_memory`` finds in small kernels with one fault each, and that it lets their right forms pass."""
 
+import itertools
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
 import kernelbook  # noqa: F401
 
 # isort: split
+import numpy as np
 import pytest
-import remembered_types
 import torch
 import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
 from kernelbook import runtime
+from kernelbook.lab import remembered_types
+from kernelbook.lab.watched_memory import watched
 
 pytestmark = pytest.mark.skipif(
     not runtime.INTERPRET or not triton.__version__.startswith(("3.6.", "3.7.")),
@@ -107,22 +115,96 @@ def test_a_value_that_nobody_set_is_not_a_zero() -> None:
     assert torch.equal(y[:20], x) and y[20:].isnan().all()
 
 
-def test_remembered_types_are_those_of_triton() -> None:
-    def made(own: bool, dtype: tl.dtype, shape: list[int]) -> list[object]:
-        with pytest.MonkeyPatch.context() as patch:
-            if own:
-                patch.setattr(tl.core.block_type, "__init__", remembered_types.BLOCK)
-                patch.setattr(tl.core.tensor, "__init__", remembered_types.TENSOR)
-                patch.setattr(interpreter, "_get_np_dtype", remembered_types.NP_DTYPE)
-            kind = tl.block_type(dtype, [tl.constexpr(n) for n in shape]) if shape else dtype
-            parts = [*vars(kind).items()] if shape else []
-            tensor = tl.tensor(None, kind)
-            parts += vars(tensor).items()
-            return [interpreter._get_np_dtype(kind), *((name, type(v), str(v)) for name, v in parts)]
+@triton.jit
+def _kernel_that_calls(function: tl.constexpr):
+    function()
 
-    for dtype in (tl.int1, tl.bfloat16, tl.float32, tl.pointer_type(tl.float16)):
-        for shape in ([], [1], [16], [4, 32]):
-            assert sorted(map(str, made(False, dtype, shape))) == sorted(map(str, made(True, dtype, shape)))
+
+SHAPES: list[tuple[int, ...]] = [(), (1,), (4,), (2, 1), (1, 4), (2, 4), (2,)]
+NUMBERS = [0, 1, -3, 2**24 + 1, 2**31, 2**40, 2.5, 0.0, -0.0, 1e-40, True, float("inf"), tl.constexpr(2)]
+OPERATORS = [
+    operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.mod,
+    operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne,
+    operator.and_, operator.or_, operator.xor, operator.lshift, operator.rshift,
+    lambda a, b: tl.maximum(a, b), lambda a, b: tl.where(a > b, a, b), lambda a, b: tl.broadcast(a, b)[0],
+    lambda a, b: a.to(b.dtype), lambda a, b: a[:, None] + b[None, :], lambda a, b: tl.zeros((2, 4), a.dtype) + a,
+]  # fmt: skip
+
+
+def _values(dtype: tl.dtype, shape: tuple[int, ...], narrow: str) -> tl.tensor:
+    numbers = np.arange(1, 1 + math.prod(shape)).reshape(shape or (1,))
+    handle = interpreter.TensorHandle(numbers.astype(interpreter._get_np_dtype(dtype)), dtype)
+    if narrow:
+        handle.narrow = narrow
+    return tl.tensor(handle, tl.block_type(dtype, [*shape]) if shape else dtype)
+
+
+def _results(pairs: list[tuple[Any, Any]]) -> list[str]:
+    """Types, bits and what is watched, or the error, of every operator."""
+
+    def made(value: Any) -> Any:
+        return _values(*value) if isinstance(value, tuple) else value
+
+    found = []
+
+    def run() -> None:
+        for (a, b), of in itertools.product(pairs, OPERATORS):
+            try:
+                c = of(made(a), made(b))
+            except Exception as error:
+                found.append(type(error).__name__)
+                continue
+            if not isinstance(c, tl.tensor):
+                found.append(repr(c))
+            else:
+                handle, kinds = c.handle, {**vars(c), "type of": {**vars(c.type), "of_tensor": 0}}
+                bits = handle.data.dtype, handle.data.shape, handle.data.tobytes(), handle.dtype
+                told = (f"{name} {type(kinds[name])} {kinds[name]}" for name in sorted(kinds) if name != "handle")
+                found.append(f"{bits} {getattr(handle, 'narrow', '')} {[*told]}")
+
+    with watched(), np.errstate(all="ignore"):
+        _kernel_that_calls[(1,)](run)
+    return found
+
+
+@pytest.mark.parametrize(
+    "of", (lambda x: x + 1, lambda x: 1 + x, lambda x: x + x, lambda x: x - (-1), lambda x: x * 2, lambda x: x * x)
+)
+def test_what_is_remembered_overflows_too(of: Callable[[Any], Any], overflow_raises: Callable[[], None]) -> None:
+    def run() -> None:
+        largest = interpreter.TensorHandle(np.full(1, 2**31 - 1, np.int32), tl.int32)
+        of(tl.tensor(largest, tl.int32))
+
+    _kernel_that_calls[(1,)](run)
+    overflow_raises()
+    with pytest.raises(Exception, match="overflow"):
+        _kernel_that_calls[(1,)](run)
+
+
+@pytest.mark.filterwarnings("ignore:Value 2 exceeds")
+@pytest.mark.unwatched  # until the one or the other is in place
+@pytest.mark.skipif(not remembered_types.of_triton, reason="nothing is remembered")
+def test_what_is_remembered_is_tritons() -> None:
+    names = "int1 uint8 int32 uint32 int64 float16 bfloat16 float32"
+    dtypes = [*(getattr(tl, name) for name in names.split()), tl.pointer_type(tl.float32)]
+    pairs: list[tuple[Any, Any]] = [
+        *(((a, (4,), ""), (b, shape, "")) for a, b in itertools.product(dtypes, dtypes) for shape in ((4,), ())),
+        *(((tl.int32, a, ""), (tl.int32, b, "")) for a, b in itertools.product(SHAPES, SHAPES)),
+        *(((tl.pointer_type(tl.int8), a, ""), (tl.int32, b, "")) for a, b in itertools.product(SHAPES, SHAPES)),
+    ]
+    for kind in dtypes:
+        pairs += [
+            pair for n in NUMBERS for shape in ((), (4,)) for pair in (((kind, shape, ""), n), (n, (kind, shape, "")))
+        ]
+    kinds = ("", "small", "argument", "product")
+    pairs += [((tl.int32, (4,), a), (b, (), c)) for b in (tl.int32, tl.int64) for a in kinds for c in kinds]
+    pairs += [((tl.int32, (4,), kind), n) for kind in kinds for n in (0, 3)]
+    ours = _results(pairs)
+    with remembered_types.forgotten():
+        theirs = _results(pairs)
+    assert len(ours) == len(theirs) == len(pairs) * len(OPERATORS)
+    for (pair, of), own, real in zip(itertools.product(pairs, OPERATORS), ours, theirs):
+        assert own == real, (pair, of)
     with pytest.raises(TypeError, match="0d"):
         tl.block_type(tl.int32, [])
     with pytest.raises(ValueError, match="power of 2"):

@@ -2,12 +2,12 @@
 
 import functools
 import inspect
-import subprocess
-import sys
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import forked
 import pytest
 import torch
 from tensors import compiled_graphs
@@ -64,8 +64,8 @@ print("torch._dynamo" in sys.modules)
 
 
 def test_a_first_call_does_not_import_the_compiler() -> None:
-    done = subprocess.run([sys.executable, "-c", FIRST_CALL], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.split() == ["False"]
+    done = forked.python(FIRST_CALL, os.environ)
+    assert done.stdout.split() == ["False"], done.stderr
 
 
 # --- operators ------------------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """GPU or interpreter: decided before Triton is imported, or refused with a reason."""
 
-import json
 import os
 import re
 import subprocess
@@ -11,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 
@@ -37,42 +37,23 @@ def _squares_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):
 SRC = str(Path(kb.__file__).parents[1])
 
 
-def _python(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def _python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     inherited = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     # Without a GPU, also where there is one: the same outcome on every machine.
     hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "PYTHONPATH": SRC}
-    command = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(command, env=inherited | hidden | environment, capture_output=True, text=True, check=False)
-
-
-# Programs that differ in a few lines and in their environment, each in a fork of a process that has imported PyTorch only.
-FORKS = """
-import json, os, sys, torch
-for code, environment in json.loads(sys.argv[1]):
-    if os.fork() == 0:
-        os.environ.update(environment)
-        exec(code, {})
-        sys.stdout.flush()
-        os._exit(0)
-    os.wait()
-"""
-
-
-def _forks(*programs: tuple[str, dict[str, str]]) -> list[str]:
-    """The lines that they print."""
-    done = _python(FORKS, json.dumps(programs))
-    lines = done.stdout.splitlines()
-    assert len(lines) == len(programs), done.stderr
-    return lines
+    return forked.python(code, inherited | hidden | environment)
 
 
 REPORT = "import kernelbook.runtime as r; print(r.INTERPRET, r.COMPILE_ONLY, r.DEVICE)"
 
 
-def test_modes_without_a_gpu() -> None:
-    modes = {"": "True False cpu", "1": "True False cpu", "0": "False True cpu"}
-    found = _forks(*((REPORT, {"TRITON_INTERPRET": setting} if setting else {}) for setting in modes))
-    assert found == [*modes.values()]
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [(None, "True False cpu"), ("1", "True False cpu"), ("0", "False True cpu")],
+)
+def test_modes_without_a_gpu(setting: str | None, expected: str) -> None:
+    done = _python(REPORT, **({} if setting is None else {"TRITON_INTERPRET": setting}))
+    assert done.stdout.strip() == expected, done.stderr
 
 
 def test_a_setting_that_is_neither() -> None:
@@ -257,11 +238,13 @@ def test_the_pages_say_the_same_of_old_gpus() -> None:
     assert len(runtime.TARGETS) == 11 and "compiles all kernels for eleven GPUs" in page
 
 
-def test_newer_gpus_are_used() -> None:
+@pytest.mark.parametrize("gpus", ([H100], [T4], [V100, H100], []))
+def test_newer_gpus_are_used(gpus: list[object]) -> None:
     """Also where an older one stands beside it, and where the driver cannot be asked."""
-    report = "import kernelbook.runtime as r; print(r.HAS_GPU, r.INTERPRET, repr(r.TOO_OLD))"
-    found = _forks(*((f"GPUS = {gpus}\n{GPUS}\n{report}", {}) for gpus in ([H100], [T4], [V100, H100], [])))
-    assert found == 4 * ["True False ''"]
+    done = _python(
+        f"GPUS = {gpus}\n{GPUS}\nimport kernelbook.runtime as r; print(r.HAS_GPU, r.INTERPRET, repr(r.TOO_OLD))"
+    )
+    assert done.stdout.strip() == "True False ''", done.stderr
 
 
 def test_public_functions_say_that_the_gpu_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:

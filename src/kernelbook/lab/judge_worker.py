@@ -45,7 +45,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from kernelbook import check, interpreter, runtime
-from kernelbook.lab import judge_source, timing
+from kernelbook.lab import judge_source, remembered_types, timing
 
 # isort: split
 import triton.language as tl
@@ -599,6 +599,9 @@ def _main(control: socket.socket, serve: bool) -> None:
     import torch._dynamo  # the first mode would, which takes seconds, and it wraps some of torch's functions
 
     torch.set_num_threads(1)
+    remembered_types.remember()
+    gc.collect()
+    gc.freeze()  # what a solution leaves is looked for after each call, and not among all of PyTorch
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # whoever stops a notebook stops this too, and reads no traceback
     while True:

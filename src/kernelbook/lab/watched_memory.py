@@ -17,6 +17,7 @@ it is given. So it gives right results for kernels that are wrong on a GPU. With
   same shape, of which each thread reads its own.
 """
 
+import bisect
 import contextlib
 import hashlib
 import itertools
@@ -88,7 +89,7 @@ class _Watch:
                 before.end, before.size = max(before.end, end), min(before.size, size)
             else:
                 self.regions.append(_Region(start, end, size))
-        self.starts = np.array([r.start for r in self.regions], np.uint64)
+        self.starts = [r.start for r in self.regions]
         self.program = -1
         self.barriers: dict[int, int] = {}  # by program: how often its threads have met
         self.released: dict[int, dict[int, int]] = {}  # by address: for each program how many of its barriers are seen
@@ -101,7 +102,7 @@ class _Watch:
     def _region(self, addresses: np.ndarray, size: int, what: str) -> _Region:
         """The region that all addresses lie in."""
         low, high = int(addresses.min()), int(addresses.max())
-        index = int(np.searchsorted(self.starts, np.uint64(low), side="right")) - 1
+        index = bisect.bisect_right(self.starts, low) - 1
         if index >= 0 and high + size <= self.regions[index].end:
             return self.regions[index]
         where = self.regions[index] if index >= 0 else None
@@ -155,9 +156,9 @@ class _Watch:
         if not region.remember():
             return
         cells = (addresses - np.uint64(region.start)).astype(np.int64) // region.size
-        order = np.argsort(addresses, kind="stable")
-        twice = np.flatnonzero(np.diff(addresses[order]) == 0)
-        if twice.size:
+        if not (addresses[1:] > addresses[:-1]).all():
+            order = np.argsort(addresses, kind="stable")
+            twice = np.flatnonzero(np.diff(addresses[order]) == 0)
             bits = np.ascontiguousarray(np.broadcast_to(values, pointers.shape)[mask]).view(
                 f"V{values.dtype.itemsize}"
             )[order]
@@ -252,17 +253,22 @@ def watched() -> Iterator[None]:
 
     def follow(name: str) -> Any:
         """The operation, whose result is remembered to be what comes of its operands."""
+        made, handle = real[name], interpreter.TensorHandle
+        starts = name in ("get_int32", "get_null_value", "create_make_range")
+        multiplies, mixes = name == "create_mul", name in ("create_mul", "create_add", "create_sub")
 
         def operation(self: Any, *args: Any) -> Any:
-            result = real[name](self, *args)
-            kinds = {narrow(a) for a in args if isinstance(a, interpreter.TensorHandle)}
-            if result.data.dtype.itemsize == 4:
-                if name in ("get_int32", "get_null_value", "create_make_range"):
-                    result.narrow = "small"
-                elif "product" in kinds or (name == "create_mul" and "argument" in kinds and "small" not in kinds):
-                    result.narrow = "product"
-                elif len(kinds) == 1 and (name not in ("create_mul", "create_add", "create_sub") or kinds == {"small"}):
-                    result.narrow = kinds.pop()
+            result = made(self, *args)
+            if result.data.dtype.itemsize != 4:
+                return result
+            if starts:
+                result.narrow = "small"
+                return result
+            kinds = {getattr(a, "narrow", "") for a in args if isinstance(a, handle)}
+            if "product" in kinds or (multiplies and "argument" in kinds and "small" not in kinds):
+                result.narrow = "product"
+            elif len(kinds) == 1 and (not mixes or kinds == {"small"}):
+                result.narrow = kinds.pop()
             return result
 
         return operation
@@ -285,6 +291,10 @@ def watched() -> Iterator[None]:
             current[0].enter((z * self.grid_dim[1] + y) * self.grid_dim[0] + x)
 
     def lanes(mask: Any, pointers: np.ndarray) -> np.ndarray:
+        if (
+            getattr(mask.data, "dtype", None) == np.bool_ and mask.data.shape == pointers.shape
+        ):  # a descriptor's has none
+            return mask.data
         return np.broadcast_to(mask.data, pointers.shape).astype(bool)  # a mask made with Python's bool holds integers
 
     def load(
