@@ -43,6 +43,7 @@ ALIKE = [["pre"], ["dl.py:nth-of-type(n+4)"], ["dl.py dl.py:nth-of-type(n+4)"]]
 THINNED = """() => {
     for (const pre of document.querySelectorAll('.bd-article pre')) pre.textContent = pre.textContent.slice(0, 80);
     for (const row of document.querySelectorAll('.bd-article tbody tr:nth-child(n+4)')) row.remove();
+    for (const math of [...document.querySelectorAll('.bd-article math')].slice(3)) math.remove();
     for (const hidden of document.querySelectorAll('.instrument .still')) hidden.remove();
 }"""
 
