@@ -3,12 +3,15 @@
 import functools
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
+
+SECONDS = 300  # after which a program is ended
 
 
 @functools.cache
@@ -52,6 +55,7 @@ def _serve() -> None:
 
     for line in sys.stdin:
         if (child := os.fork()) == 0:
+            signal.alarm(SECONDS)
             status = _run(*json.loads(line))
             sys.stdout.flush()
             sys.stderr.flush()

@@ -356,9 +356,8 @@ OURS: dict[Place, Any] = {
 
 def remember() -> None:
     """From here on, in this process."""
-    if of_triton or not (
-        runtime.INTERPRET and triton.__version__.startswith("3.7.")
-    ):  # others make types in other ways
+    # Other versions make types in other ways.
+    if of_triton or not (runtime.INTERPRET and triton.__version__.startswith("3.7.")):
         return
     of_triton.update({(place, name): getattr(place, name) for place, name in OURS})
     core.dtype.of_tensor, core.block_type.of_tensor = _sizes(()), None

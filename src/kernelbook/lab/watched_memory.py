@@ -291,9 +291,8 @@ def watched() -> Iterator[None]:
             current[0].enter((z * self.grid_dim[1] + y) * self.grid_dim[0] + x)
 
     def lanes(mask: Any, pointers: np.ndarray) -> np.ndarray:
-        if (
-            getattr(mask.data, "dtype", None) == np.bool_ and mask.data.shape == pointers.shape
-        ):  # a descriptor's has none
+        # A descriptor's mask has no dtype.
+        if getattr(mask.data, "dtype", None) == np.bool_ and mask.data.shape == pointers.shape:
             return mask.data
         return np.broadcast_to(mask.data, pointers.shape).astype(bool)  # a mask made with Python's bool holds integers
 
