@@ -133,15 +133,26 @@ def _masked(scores, start, rows, diagonal, S, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
+def _sums(p):
+    """The sum of each row in the parts that a thread has of it: (rows, 8). Threads add them up once, at the end."""
+    return gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 8]), axis=1)
+
+
+@gluon.jit
+def _rescaled(l, alpha):
+    return l * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout)), 1)
+
+
+@gluon.jit
 def _softmax(scores, m, scale, MASKED: gl.constexpr):
-    """-> p, row sums of p, m, alpha: by what earlier sums are scaled down. MASKED: a row may see nothing."""
+    """-> p, sums of p, m, alpha: by what earlier sums are scaled down. MASKED: a row may see nothing."""
     m_new = gl.maximum(m, gl.max(scores, axis=1) * scale)
     shift = m_new
     if MASKED:
         shift = gl.where(m_new == float("-inf"), 0.0, m_new)
     p = gl.exp2(scores * scale - gl.expand_dims(shift, 1))
     alpha = gl.exp2(m - shift)
-    return p, gl.sum(p, axis=1), m_new, alpha
+    return p, _sums(p), m_new, alpha
 
 
 @gluon.jit
@@ -162,7 +173,7 @@ def _step_alone(
     if MASKED:
         scores = _masked(scores, (count - 1 - i) * BLOCK_N, rows, diagonal, S, CAUSAL)
     p, sums, m, alpha = _softmax(scores, m, scale, MASKED)
-    l = l * alpha + sums
+    l = _rescaled(l, alpha) + sums
     left = gl.convert_layout(p.to(q.dtype), LEFT)
     acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, OUT)), 1)
     mbarrier.wait(v_full.index(slot), phase)
@@ -174,13 +185,13 @@ def _step_alone(
 
 @gluon.jit
 def _step(
-    i, acc, l, m, p, q, k_smem, v_smem, k_full, k_free, v_full, v_free, turn,
-    before, turns, masked, count, rows, diagonal, S, scale,
+    i, acc, l, m, left, q, k_smem, v_smem, k_full, k_free, v_full, v_free, turn,
+    before, turns, count, rows, diagonal, S, scale,
     W: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
+    MASKED: gl.constexpr, CAUSAL: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
     SCORES: gl.constexpr, LEFT: gl.constexpr, OUT: gl.constexpr,
 ):  # fmt: skip
-    """The scores and softmax of tile i; the product with the values of tile i - 1."""
+    """The scores and softmax of tile i; the product of ``left``, tile i - 1's weights, with its values."""
     slot, slot_v = (before + i) % STAGES, (before + i - 1) % STAGES
     mbarrier.wait(k_full.index(slot), ((before + i) // STAGES) & 1)
     # The first one's first turn has no one before it.
@@ -191,27 +202,23 @@ def _step(
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=SCORES)
     k = k_smem.index(slot).permute((1, 0))
     scores = warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
-    # Probabilities go from step to step in float32: as pairs of 16 bits they would be taken apart
-    # and packed again.
-    left = gl.convert_layout(p.to(q.dtype), LEFT)
     mbarrier.wait(v_full.index(slot_v), ((before + i - 1) // STAGES) & 1)
     out = warpgroup_mma(left, v_smem.index(slot_v), acc, is_async=True)
     mbarrier.arrive(turn.index((W + 1) % WARPGROUPS))
     scores = warpgroup_mma_wait(1, deps=[scores])
     mbarrier.arrive(k_free.index(slot))
-    if CAUSAL:  # noqa: SIM102 (known to the compiler; else only the first tile needs it)
-        if i < masked:
-            scores = _masked(scores, (count - 1 - i) * BLOCK_N, rows, diagonal, S, CAUSAL)
-    p, sums, m, alpha = _softmax(scores, m, scale, CAUSAL)
-    l = l * alpha + sums
+    if MASKED:
+        scores = _masked(scores, (count - 1 - i) * BLOCK_N, rows, diagonal, S, CAUSAL)
+    p, sums, m, alpha = _softmax(scores, m, scale, MASKED)
+    l = _rescaled(l, alpha) + sums
     # The compiler would take the exponentials after the product. It does not move them across a
     # branch: a wait for a barrier is one, also where it returns at once.
-    p, l = warpgroup_mma_wait(1, deps=[p, l])
+    weights = warpgroup_mma_wait(1, deps=[gl.convert_layout(p.to(q.dtype), LEFT)])
     mbarrier.wait(v_full.index(slot_v), ((before + i - 1) // STAGES) & 1)
     acc, left = warpgroup_mma_wait(0, deps=[out, left])
     mbarrier.arrive(v_free.index(slot_v))
     acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, OUT)), 1)
-    return acc, l, m, p
+    return acc, l, m, weights
 
 
 @gluon.jit
@@ -245,23 +252,30 @@ def _consume(
             mbarrier.arrive(k_free.index(before % STAGES))
             scores = _masked(scores, (count - 1) * BLOCK_N, rows, diagonal, S, CAUSAL)
             p, l, m, _alpha = _softmax(scores, m, scale, True)
+            left = gl.convert_layout(p.to(q.dtype), LEFT)
             turns = before - round  # each round's first tile had no turn
-            for i in range(1, count):
-                acc, l, m, p = _step(
-                    i, acc, l, m, p, q, k_smem, v_smem, k_full, k_free, v_full, v_free, turn,
-                    before, turns, masked, count, rows, diagonal, S, scale,
-                    W, WARPGROUPS, STAGES, CAUSAL, ROWS, BLOCK_N, SCORES, LEFT, OUT,
+            if CAUSAL:  # else only the first tile is masked
+                for i in range(1, masked):
+                    acc, l, m, left = _step(
+                        i, acc, l, m, left, q, k_smem, v_smem, k_full, k_free, v_full, v_free, turn,
+                        before, turns, count, rows, diagonal, S, scale,
+                        W, WARPGROUPS, STAGES, True, CAUSAL, ROWS, BLOCK_N, SCORES, LEFT, OUT,
+                    )  # fmt: skip
+            for i in range(masked, count):
+                acc, l, m, left = _step(
+                    i, acc, l, m, left, q, k_smem, v_smem, k_full, k_free, v_full, v_free, turn,
+                    before, turns, count, rows, diagonal, S, scale,
+                    W, WARPGROUPS, STAGES, False, CAUSAL, ROWS, BLOCK_N, SCORES, LEFT, OUT,
                 )  # fmt: skip
             if not SHARED:
                 mbarrier.arrive(q_free.index(W))
             last = before + count - 1
             mbarrier.wait(v_full.index(last % STAGES), (last // STAGES) & 1)
-            left = gl.convert_layout(p.to(q.dtype), LEFT)
             acc = warpgroup_mma(left, v_smem.index(last % STAGES), acc, is_async=True)
             acc, left = warpgroup_mma_wait(0, deps=[acc, left])
             mbarrier.arrive(v_free.index(last % STAGES))
         else:
-            l = gl.zeros([ROWS], gl.float32, layout=gl.SliceLayout(1, SCORES))
+            l = _sums(gl.zeros([ROWS, BLOCK_N], gl.float32, layout=SCORES))
             for i in range(masked):
                 acc, l, m = _step_alone(
                     i, acc, l, m, q, k_smem, v_smem, k_full, k_free, v_full, v_free,
@@ -278,6 +292,7 @@ def _consume(
                 mbarrier.arrive(q_free.index(W))
         before += count
 
+        l = gl.convert_layout(gl.sum(l, axis=1), gl.SliceLayout(1, SCORES))
         seen = l > 0.0
         l = gl.where(seen, l, 1.0)
         lse = gl.where(seen, m + gl.log2(l), float("inf"))
@@ -1249,8 +1264,8 @@ def _flash_attention_bwd_hopper_kernel(
 # warpgroup overlaps one tile's softmax with another tile's products. Three warpgroups have no registers for that, and at
 # 64 features gain more from one another, but end later than two. None, and with fewer keys: the plain kernel is faster.
 TILES: dict[tuple[int, bool], tuple[tuple[int, tuple[int, int, int, bool] | None], ...]] = {
-    (64, False): ((2048, (128, 3, 2, False)),),
-    (64, True): ((1024, (128, 2, 2, True)), (2048, None), (8193, (128, 3, 2, False))),
+    (64, False): ((1024, (128, 2, 2, True)), (2048, (128, 3, 2, False))),
+    (64, True): ((1024, (128, 2, 2, True)), (2049, None), (8193, (128, 3, 2, False))),
     (128, False): ((0, (128, 2, 2, True)),),
     (128, True): ((0, (128, 2, 2, True)),),
     (256, False): ((0, (64, 2, 2, True)),),
