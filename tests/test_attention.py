@@ -829,8 +829,10 @@ def test_wide_heads_of_long_sequences_have_all_gradients_of_one_kernel() -> None
 def test_tiles_for_hopper_follow_the_length() -> None:
     hopper = pytest.importorskip("kernelbook.attention.kernels_hopper")
     with runtime.compiling_for("sm_90") as properties:
-        found = [hopper.forward_config(64, 2, s, True, properties) for s in (1000, 1024, 2048, 8192, 8193)]
-        assert [config and config.kwargs["WARPGROUPS"] for config in found] == [None, 2, None, None, 3]
+        lengths = 1000, 1024, 2048, 2049, 8192, 8193
+        for causal, groups in ((True, [None, 2, 2, None, None, 3]), (False, [None, 2, 3, 3, 3, 3])):
+            found = [hopper.forward_config(64, 2, s, causal, properties) for s in lengths]
+            assert [config and config.kwargs["WARPGROUPS"] for config in found] == groups
         assert hopper.forward_config(64, 4, 9000, True, properties) is None  # float32
     with runtime.compiling_for("sm_80") as properties:
         assert hopper.forward_config(128, 2, 9000, True, properties) is None
@@ -844,7 +846,9 @@ for causal in (False, True):
     q = torch.empty(1, 4, 1024, 128, dtype=torch.bfloat16)
     kb.flash_attention(q, q, q, causal=causal)
 """
-    for kernel in compiled.compile_calls(code, ("sm_90",), asm=("sass",)):
+    kernels = compiled.compile_calls(code, ("sm_90",), asm=("sass",))
+    # Where it is causal, tiles with a mask have a loop of their own.
+    for kernel, loops in zip(kernels, (1, 2), strict=True):
         found, beside, count = re.findall(r"HGMMA|MUFU\.EX2|DEPBAR\.LE gsb0, 0x[01]", kernel.asm["sass"]), [], 0
         for instruction in found:
             if instruction.startswith("MUFU"):
@@ -853,8 +857,8 @@ for causal in (False, True):
                 beside.append(count)
             elif instruction == "HGMMA":
                 count = 0
-        # 64 queries, 128 keys and 128 threads: 64 exponentials a thread and tile, in the step of each of two warpgroups.
-        assert sum(number >= 64 for number in beside) == 2, beside
+        # 64 queries, 128 keys and 128 threads: 64 exponentials a thread and tile, in the steps of each of two warpgroups.
+        assert sum(number >= 64 for number in beside) == 2 * loops, beside
 
 
 def test_programs_visit_every_block_of_every_head_once() -> None:
