@@ -82,13 +82,15 @@ def is_kept(cache: Any, path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def kernels() -> Iterator[Path]:
-    """The environment in which notebooks run, and a folder that goes with it."""
+def kernels(*arguments: str) -> Iterator[Path]:
+    """The environment in which notebooks run, kernels with these arguments besides, and a folder that goes with it."""
     with tempfile.TemporaryDirectory() as scratch, warm_python.started() as python:
         # This very Python, whatever kernel of the same name the user has installed elsewhere.
-        quick = [] if HAS_GPU else ["--ext=quick_cells", "--HistoryManager.hist_file=:memory:"]
+        quick = [] if HAS_GPU else ["--ext=quick_cells"]
         spec = Path(
-            write_kernel_spec(Path(scratch, "kernels", "python3"), extra_arguments=["--log-level=ERROR", *quick])
+            write_kernel_spec(
+                Path(scratch, "kernels", "python3"), extra_arguments=["--log-level=ERROR", *quick, *arguments]
+            )
         )
         spec /= "kernel.json"
         spec.write_text(

@@ -23,7 +23,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     ),
     "kernelbook.lab.compiled": ("kernelbook.lab.compiled", "torch._dynamo"),
     "kernelbook.lab.judge_worker": ("kernelbook.lab.judge_worker", "torch._dynamo"),
-    "kernelbook.lab.older": (),
+    "kernelbook.lab.older": ("kernelbook.lab.older", "torch._dynamo"),
     "torch.distributed.run": ("torch.distributed.run",),
     "notebook.py": ("torch.distributed", "kernelbook"),
     "several_ranks.py": (
