@@ -56,8 +56,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # once, and workers inherit the environment
         stack = contextlib.ExitStack()
         config.add_cleanup(stack.close)
-        os.environ["WARM_PYTHON"] = stack.enter_context(warm_python.started())
-    sys.executable = os.environ["WARM_PYTHON"]
+        stack.enter_context(warm_python.started())
+    sys.executable = os.environ.get("WARM_PYTHON", sys.executable)
     if target := config.getoption("--stand-in"):
         stand_in_for(target)
         config.addinivalue_line("filterwarnings", "ignore:kernelbook. .* has no bfloat16")

@@ -69,9 +69,10 @@ os._exit(status)
 
 @contextlib.contextmanager
 def started() -> Iterator[str]:
-    """The file that stands for this Python; where there is a GPU this Python itself."""
-    if shutil.which("nvidia-smi") is not None:
-        yield REAL
+    """The file that stands for this Python, one for all programs within; where there is a GPU this Python itself."""
+    known = REAL if shutil.which("nvidia-smi") is not None else os.environ.get("WARM_PYTHON", "")
+    if Path(known).is_file():
+        yield known
         return
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
@@ -82,7 +83,9 @@ def started() -> Iterator[str]:
         with subprocess.Popen([REAL, __file__, folder], env=environment, **pipes) as server:
             assert server.stdin is not None and server.stdout is not None
             server.stdout.readline()  # it listens
+            os.environ["WARM_PYTHON"] = str(file)
             yield str(file)
+            del os.environ["WARM_PYTHON"]
             server.stdin.close()
 
 
