@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-# By module or file: what its process imports, in turn.
+# By module or file: what its process imports, in turn. Not for a program that ends when its parent does: that is another process here.
 KINDS: dict[str, tuple[str, ...]] = {
     "ipykernel_launcher": (
         "ipykernel.ipkernel", "ipykernel.kernelapp", "ipykernel.debugger", "pandas", "matplotlib.pyplot", "matplotlib_inline.backend_inline",
@@ -25,7 +25,6 @@ KINDS: dict[str, tuple[str, ...]] = {
     "kernelbook.lab.judge_worker": ("kernelbook.lab.judge_worker", "torch._dynamo"),
     "kernelbook.lab.older": ("kernelbook.lab.older", "torch._dynamo"),
     "torch.distributed.run": ("torch.distributed.run",),
-    "notebook.py": ("torch.distributed", "kernelbook"),
     "several_ranks.py": (
         "kernelbook.lab.bench.several_gpus", "kernelbook.train.parallel", "torch._dynamo", "torch.distributed.fsdp", "peft", "kernelbook.interop.transformers",
     ),
