@@ -7,9 +7,12 @@ import itertools
 import os
 import sys
 import tempfile
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # what is installed may not look for models or kernels of its own
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # each core has a worker; processes that tests start know it from here
+
+sys.path.append(str(Path(__file__).parents[1] / "tools"))
 
 # isort: split
 import kernelbook  # noqa: F401
@@ -23,6 +26,7 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
+import warm_python
 from stand_in import stand_in_for
 
 from kernelbook import plans, runtime
@@ -49,6 +53,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # once, and workers inherit the environment
+        stack = contextlib.ExitStack()
+        config.add_cleanup(stack.close)
+        stack.enter_context(warm_python.started())
+    sys.executable = os.environ.get("WARM_PYTHON", sys.executable)
     if target := config.getoption("--stand-in"):
         stand_in_for(target)
         config.addinivalue_line("filterwarnings", "ignore:kernelbook. .* has no bfloat16")

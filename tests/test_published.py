@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm_python
 import yaml
 from programs import program
 from sphinx.application import Sphinx
@@ -54,7 +55,7 @@ def test_the_cell_fetches_and_installs_on_colab_and_kaggle(place: str, tmp_path:
     )  # fmt: skip
     clone, folder, install, *said = done.stdout.splitlines()
     assert "https://example.org/book" in clone and folder == "book/notebooks", done.stderr
-    assert install == str([sys.executable, "../tools/colab.py", "--install"])
+    assert install == str([warm_python.REAL, "../tools/colab.py", "--install"])
     assert said[0].startswith("Kernels are ")
 
 

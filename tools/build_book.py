@@ -10,6 +10,7 @@ what is not there yet.
 import concurrent.futures
 import contextlib
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+import warm_python
 import yaml
 from ipykernel.kernelspec import write_kernel_spec
 from jupyter_cache import get_cache
@@ -80,11 +82,20 @@ def is_kept(cache: Any, path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def kernels() -> Iterator[Path]:
-    """The environment in which notebooks run, and a folder that goes with it."""
-    with tempfile.TemporaryDirectory() as scratch:
+def kernels(*arguments: str) -> Iterator[Path]:
+    """The environment in which notebooks run, kernels with these arguments besides, and a folder that goes with it."""
+    with tempfile.TemporaryDirectory() as scratch, warm_python.started() as python:
         # This very Python, whatever kernel of the same name the user has installed elsewhere.
-        write_kernel_spec(Path(scratch, "kernels", "python3"), extra_arguments=["--log-level=ERROR"])
+        quick = [] if HAS_GPU else ["--ext=quick_cells"]
+        spec = Path(
+            write_kernel_spec(
+                Path(scratch, "kernels", "python3"), extra_arguments=["--log-level=ERROR", *quick, *arguments]
+            )
+        )
+        spec /= "kernel.json"
+        spec.write_text(
+            json.dumps(json.loads(spec.read_text()) | {"argv": [python, *json.loads(spec.read_text())["argv"][1:]]})
+        )
         os.environ["JUPYTER_PATH"] = os.pathsep.join(filter(None, [scratch, os.environ.get("JUPYTER_PATH")]))
         os.environ["PYDEVD_DISABLE_FILE_VALIDATION"] = "1"  # the debugger's warning about frozen modules
         # For what pages import, and Sphinx's extensions, beside this file.

@@ -19,7 +19,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # once, before workers begin, which inherit the environment
         stack = contextlib.ExitStack()
         config.add_cleanup(stack.close)
-        stack.enter_context(build_book.kernels())
+        stack.enter_context(build_book.kernels("--HistoryManager.hist_file=:memory:"))  # as nbclient has it
         build_book.open_cache().list_cache_records()  # makes its file: two workers could not
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import kernelbook
@@ -23,6 +24,7 @@ PACKAGE = Path(kernelbook.__file__).parent
 NOTEBOOKS = PACKAGE.parents[1] / "notebooks"  # of the repository; who only installs the package records no chapter
 
 
+@functools.cache
 def tree_of(text: str) -> str:
     """A file's syntax tree without comments, docstrings, annotations, local names and what ``raise`` is given."""
     tree = launched.without_docstrings(ast.parse(text))
@@ -44,13 +46,16 @@ def _jit_functions(notebook: Path) -> list[str]:
     ]
 
 
-def _imports(path: Path) -> Iterator[str]:
+@functools.cache
+def _imports(text: str) -> tuple[str, ...]:
     """The names that a file imports, of modules or of what is in them."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    found: list[str] = []
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield from (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+            found += (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+    return tuple(found)
 
 
 def _file_of(module: str) -> Path | None:
@@ -70,7 +75,7 @@ def library_files(modules: Iterable[str]) -> list[Path]:
         path = _file_of(name) if name.startswith("kernelbook.") else None
         if path is not None and path not in found and "lab" not in path.relative_to(PACKAGE).parts:
             found[path] = None
-            waiting += _imports(path)
+            waiting += _imports(path.read_text())
     return sorted(path for path in found if not path.name.startswith("kernels"))
 
 
