@@ -324,7 +324,7 @@ def test_the_look_up_narrows_and_sorts(browser: Any, address: str) -> None:
     assert all("N=4096" in text for text in found.all_inner_texts())
     box.get_by_label("shape or baseline").fill("")
     box.get_by_role("button", name="device").click()
-    figures = [float(text) for text in box.locator("tbody td:nth-child(6)").all_inner_texts()]
+    figures = [float(text) for text in box.locator("tbody td:nth-child(2)").all_inner_texts()]
     assert figures == sorted(figures, reverse=True)
     box.get_by_label("shape or baseline").fill("no such shape")
     assert "No point" in box.locator(".count").inner_text() and not complaints

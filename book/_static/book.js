@@ -481,7 +481,7 @@
         ? `${found.length} ${found.length === 1 ? "point" : "points"}; slower at ${slower(9)} on the device, at ${slower(11)} from Python.` +
           (found.length > MOST ? ` The first ${MOST} are shown.` : "")
         : "No point is recorded for that.";
-      const shown = [4, 3, 5, 6, 7, 8, 10];
+      const shown = [4, 8, 10, 5, 6, 7, 3]; // the answer first: a phone shows three columns
       const cell = (row, column) => {
         const verdict = column >= 8 ? row[column + 1] : "";
         const value = row[column] === null ? "" : column >= 8 ? row[column].toFixed(2) : row[column].toLocaleString("en");
