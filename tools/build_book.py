@@ -87,15 +87,11 @@ def kernels(*arguments: str) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as scratch, warm_python.started() as python:
         # This very Python, whatever kernel of the same name the user has installed elsewhere.
         quick = [] if HAS_GPU else ["--ext=quick_cells"]
-        spec = Path(
-            write_kernel_spec(
-                Path(scratch, "kernels", "python3"), extra_arguments=["--log-level=ERROR", *quick, *arguments]
-            )
-        )
-        spec /= "kernel.json"
-        spec.write_text(
-            json.dumps(json.loads(spec.read_text()) | {"argv": [python, *json.loads(spec.read_text())["argv"][1:]]})
-        )
+        extra = ["--log-level=ERROR", *quick, *arguments]
+        file = Path(write_kernel_spec(Path(scratch, "kernels", "python3"), extra_arguments=extra), "kernel.json")
+        spec = json.loads(file.read_text())
+        spec["argv"][0] = python
+        file.write_text(json.dumps(spec))
         os.environ["JUPYTER_PATH"] = os.pathsep.join(filter(None, [scratch, os.environ.get("JUPYTER_PATH")]))
         os.environ["PYDEVD_DISABLE_FILE_VALIDATION"] = "1"  # the debugger's warning about frozen modules
         # For what pages import, and Sphinx's extensions, beside this file.
