@@ -50,6 +50,10 @@ class Draw:
         """What a trained weight of a norm looks like."""
         return self._placed(1 + 0.3 * torch.randn(shape, generator=self.generator), self.dtype)
 
+    def around(self, mean: torch.Tensor, *shape: int) -> torch.Tensor:
+        """Normal numbers around ``mean``, which is broadcast."""
+        return self._placed((torch.randn(shape, generator=self.generator) + mean) * self.scale, self.dtype)
+
     def probabilities(self, *shape: int) -> torch.Tensor:
         """Rows that sum to one."""
         return self._placed(torch.randn(shape, generator=self.generator).softmax(-1), self.dtype)
@@ -190,6 +194,11 @@ def _book(call: Callable[..., Any]) -> Callable[..., Any]:
         return call(kernelbook, *args, **kwargs)
 
     return book
+
+
+def _rise_and_fall(K: int) -> torch.Tensor:
+    """Means, times numbers around 1, of a sum over K that rises to K / 2 and comes back: what a kernel rounds on the way shows at its end."""
+    return torch.where(torch.arange(K) < K / 2, 1.0, -1.0)
 
 
 def _nf4(packed: torch.Tensor, absmax: torch.Tensor, table: torch.Tensor, *shape: int) -> Any:
@@ -690,9 +699,12 @@ _add(
     name="matmul_bias_relu",
     says="matmul_bias_relu(a, b, bias): max(a @ b + bias, 0). a (M, K), b (K, N), bias (N,), 16 bits, contiguous -> (M, N)",
     reference=lambda a, b, bias: torch.relu(a @ b + bias),
-    inputs=lambda draw, M, K, N: {"a": draw(M, K), "b": draw(K, N), "bias": draw(N)},
-    # The last has so many tiles of K that sums kept in 16 bits between them show.
-    sizes=_named("M K N", (1, 1, 1), (1, 17, 5), (16, 16, 16), (33, 70, 41), (2, 16411, 17)),
+    inputs=lambda draw, M, K, N: {
+        "a": draw.around(_rise_and_fall(K), M, K),
+        "b": draw.around(torch.ones(()), K, N),
+        "bias": draw(N),
+    },
+    sizes=_named("M K N", (1, 1, 1), (1, 17, 5), (16, 16, 16), (33, 70, 41), (2, 4099, 17)),
     real={"M": 4096, "K": 4096, "N": 4096},
     dtypes=(torch.float16, torch.bfloat16),
     strided=False,
@@ -728,8 +740,12 @@ _add(
     reference=lambda x, weight, ids: (
         F.pad(x @ weight.T, (0, -weight.shape[0] % 64)).unflatten(1, (-1, 64))[:, ids].flatten(1)
     ),
-    inputs=lambda draw, M, K, N, A: {"x": draw(M, K), "weight": draw(N, K), "ids": draw.some_of(-(-N // 64), A)},
-    sizes=_named("M K N A", (1, 1, 1, 1), (1, 17, 100, 2), (3, 70, 130, 2), (33, 40, 64, 1)),
+    inputs=lambda draw, M, K, N, A: {
+        "x": draw.around(_rise_and_fall(K), M, K),
+        "weight": draw.around(torch.ones(()), N, K),
+        "ids": draw.some_of(-(-N // 64), A),
+    },
+    sizes=_named("M K N A", (1, 1, 1, 1), (1, 17, 100, 2), (3, 70, 130, 2), (33, 40, 64, 1), (2, 2053, 65, 1)),
     real={"M": 4096, "K": 4096, "N": 16384, "A": 26},
     dtypes=(torch.float16, torch.bfloat16),
     book=_book(lambda kb, x, weight, ids: kb.sparse_forward(x, weight, None, ids, compact=True)),
