@@ -264,13 +264,21 @@ def run_counted(scratch: Path, arguments: list[str], kernels: str = ".*") -> str
 
 
 def record_counters(scratch: Path, seconds: float) -> bool:
-    """Counts in each of :func:`middle_cases`, every one in a process of its own: what one gave stays. Whether all went well."""
+    """Counts in each of :func:`middle_cases` that has no rows of the present sources; whether all went well.
+
+    Every one has a process of its own: what one gave stays.
+    """
     from kernelbook import runtime
     from kernelbook.lab import record
 
     path = record.results_dir() / runtime.device_slug() / "counters.csv"
     begin, missing = time.perf_counter(), []
+    known = pd.read_csv(path, dtype=str, keep_default_na=False) if path.exists() else pd.DataFrame()
+    counted = set(known[["op", "mode", "shape", "package"]].itertuples(index=False, name=None)) if len(known) else set()
     for name, (one, case) in middle_cases().items():
+        op, mode, _, shape, *_ = case.key
+        if (op, mode, shape, one.package()) in counted:
+            continue
         left = time.perf_counter() - begin < seconds
         text = run_counted(scratch, ["--counted", name]) if left else ""
         if not text:
