@@ -184,3 +184,12 @@ def test_what_was_counted_names_what_a_warp_waits_for(tmp_path: Path, monkeypatc
     written("counters.csv", counters(selected=1.0, wait=4.0), **about)
     (line,) = measured.counted("a-gpu").to_dict("records")
     assert (line["kernel"], line["problem"], line["wait"], line["waits"]) == ("k", "M=3 N=4, bfloat16", "wait", 80)
+
+
+def test_what_is_wrong_is_no_baseline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(record, "results_dir", lambda: tmp_path)
+    (tmp_path / "gpu").mkdir()
+    rows = pd.DataFrame({"provider": ["torch", "peer", "unchecked"], "ms": 1.0, "gbytes": 1.0, "gflop": 1.0})
+    rows.assign(err_ratio=[1.0, 292.0, None]).to_csv(tmp_path / "gpu" / "attention.csv", index=False)
+    assert record.load_results("attention", "gpu")["provider"].tolist() == ["torch", "unchecked"]
+    assert record.wrong_results("attention", "gpu")["provider"].tolist() == ["peer"]

@@ -40,6 +40,7 @@ __all__ = [
     "ENVIRONMENT",
     "KEY",
     "LATER_COLUMNS",
+    "WRONG",
     "check_folder",
     "drop_rows",
     "drop_unused_ceilings",
@@ -58,6 +59,7 @@ __all__ = [
     "results_dir",
     "source_digest",
     "write_results",
+    "wrong_results",
 ]
 
 ENVIRONMENT = ("gpu", "driver", "torch", "triton", "package", "date")
@@ -86,6 +88,7 @@ SHARED_SOURCES = (
     "packed",
     "tuned",
 )
+WRONG = 10.0  # ``err_ratio`` of a row from which on the result is wrong, and its time is compared with nothing
 BOUNDS = ("packed_cublas",)  # providers that do a part of the work only: no peer, since nobody can call one instead
 
 
@@ -303,7 +306,18 @@ def gpu_name(folder: str) -> str:
 
 
 def load_results(room: str, gpu: str = BOOKS_GPU) -> pd.DataFrame:
-    """The recorded rows of ``room`` on ``gpu`` (a folder of ``book/results``), figures as numbers."""
+    """The recorded rows of ``room`` on ``gpu`` (a folder of ``book/results``), figures as numbers, less :func:`wrong_results`."""
+    rows = _read(room, gpu)
+    return rows.loc[~(rows["err_ratio"] >= WRONG)].reset_index(drop=True) if "err_ratio" in rows else rows
+
+
+def wrong_results(room: str, gpu: str = BOOKS_GPU) -> pd.DataFrame:
+    """The rows of ``room`` whose result is wrong by :data:`WRONG`: a peer's, since ours are not recorded then."""
+    rows = _read(room, gpu)
+    return rows.loc[rows["err_ratio"] >= WRONG] if "err_ratio" in rows else rows.iloc[:0]
+
+
+def _read(room: str, gpu: str) -> pd.DataFrame:
     import pandas as pd
 
     rows = pd.read_csv(results_dir() / gpu / f"{room}.csv", dtype={"run": str})
