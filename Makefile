@@ -62,7 +62,7 @@ bench: $(ENVIRONMENT)
 # The whole book on all GPUs of this machine: make measure SECONDS=3600, again until nothing is left; then make measure MERGE=1.
 MEASURE := _build/measure
 measure: $(ENVIRONMENT)
-	$(PY) tools/measure.py $(if $(MERGE),--merge $(MEASURE),--out $(MEASURE) $(if $(SECONDS),--seconds $(SECONDS)) $(if $(ONLY),--only '$(ONLY)'))
+	$(PY) tools/measure.py $(if $(MERGE),--merge $(MEASURE),--out $(MEASURE) $(if $(SECONDS),--seconds $(SECONDS)) $(if $(ONLY),--only '$(ONLY)') $(if $(OLDER),--older $(OLDER)))
 
 # make tune ROOM=layer_norm; without ROOM, every room. Needs a GPU.
 tune: $(ENVIRONMENT)

@@ -315,6 +315,16 @@ def test_one_list_a_part_of_it_and_those_that_an_expression_finds(bench: Callabl
         bench(_case(_double), more="--part 2/2")
 
 
+def test_of_all_cases_those_that_are_listed_as_older(bench: Callable[..., int], tmp_path: Path) -> None:
+    cases = [_case(_double, x) for x in (1, 2, 3)]
+    lines = [f"fake-gpu/layer_norm.csv: {cases[1]}: host", f"other/layer_norm.csv: {cases[2]}: launches"]
+    (tmp_path / "older").write_text("\n".join([*lines, f"fake-gpu/models.csv: {cases[0]}: peer"]))
+    assert bench(*cases, models=cases, more=f"--older {tmp_path / 'older'}") == 0
+    assert [x for _, x in _recorded(tmp_path)] == ["2", "2"]
+    assert [x for _, x in _recorded(tmp_path, "models")] == ["1", "1"]
+    assert not (tmp_path / "fake-gpu" / "room_errors.csv").exists()
+
+
 def test_warming_calls_all_and_records_nothing(bench: Callable[..., int], tmp_path: Path) -> None:
     seen: list[torch.Size] = []
 

@@ -138,7 +138,7 @@ def test_the_command_runs_what_was_asked_for_and_needs_a_gpu(
     tool: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     jobs = [_job(tool, name, tool.QUIET, 0.0) for name in ("one", "two")]
-    monkeypatch.setattr(tool, "plan", lambda out: jobs)
+    monkeypatch.setattr(tool, "plan", lambda *_: jobs)
     how = ["--seconds", "30", "--out", str(tmp_path), "--only", "two"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     assert tool.main(how) == 0
@@ -169,6 +169,20 @@ def test_the_list_has_every_room_every_list_and_every_chapter(tool: Any, capsys:
     assert names["loss-eager-2"] == "loud" and names["evidence"] == "last"
     assert tool.main(["--list", "--only", "^loss-eager-0"]) == 0
     assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()] == ["loss-base", "loss-eager-0"]
+
+
+def test_only_what_is_older_on_this_gpu_is_planned(tool: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(runtime, "device_slug", lambda: "gpu-h2")
+    case, *_ = bench("nf4").cases()
+    lines = (
+        f"gpu-h2/nf4.csv: {case}: host\ngpu-h1/layer_norm.csv: 3 rows: sources\ngpu-h2/plans.csv: 2 rows: not dated\n"
+    )
+    lines += "gpu-h2/attention_errors.csv: 52 rows: sources\ngpu-h2/nf4_steps.csv: 4 rows: sources\n"
+    (printed := tmp_path / "older").write_text(lines)
+    jobs = tool.plan(tmp_path, printed)
+    names = ["warm-nf4-0-0", "nf4-0", "extras-attention", "warm-ladder-nf4", "ladder-nf4"]
+    assert sorted(job.name for job in jobs) == sorted(names)
+    assert all(job.command[-2:] == ("--older", str(printed)) for job in jobs if job.name in names[:2])
 
 
 @pytest.mark.parametrize("axolotl", (False, True))

@@ -1,12 +1,13 @@
 """Measures the whole book on the GPUs of one machine, and takes what it brought into book/results.
 
-usage: python tools/measure.py --seconds S --out DIR [--only REGEX] [--list]
+usage: python tools/measure.py --seconds S --out DIR [--only REGEX] [--older FILE] [--list]
        python tools/measure.py --merge DIR
 
 First every kernel is compiled by as many processes as there are cores; then jobs that measure, one a GPU and nothing beside
 them; then what takes no time, beside each other. A job has a folder in DIR, with its log and its rows, which are written case
 by case: whatever is stopped at the end of the time keeps what it has. The same command with the same DIR goes on, on another
-machine with such GPUs too: what is done, or has rows of the present sources, is not measured again; DIR/cache may stay behind.
+machine with such GPUs too: what is done, or has rows of the present sources in DIR, is not measured again; DIR/cache may stay
+behind. With --older only what FILE, written by ``make older``, lists for this GPU.
 What several GPUs do together, the study of sparse training and chapters with RECORD have commands of their own.
 """
 
@@ -27,13 +28,15 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import measure_job
 import pandas as pd
 import record_chapters as chapters
 import torch
 
-from kernelbook.lab import record
+from kernelbook import runtime
+from kernelbook.lab import older, record
 from kernelbook.lab.bench import Bench, benches, same_loss
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -64,6 +67,7 @@ class Job:
     least: float = 2 * START_SECONDS  # without so much time it brings nothing
     needs: str = ""
     replaces: bool = False  # its tables are replaced whole
+    writes: str = ""  # a regular expression of the stems of the tables that it writes whole
     env: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -85,60 +89,76 @@ def named(*parts: object) -> str:
     return "-".join(filter(None, texts))
 
 
-def plan(out: Path) -> list[Job]:
-    """All jobs."""
+def plan(out: Path, older_file: Path | None = None) -> list[Job]:
+    """All jobs, or those that measure what ``older_file`` lists for the GPU at hand."""
+    listed = None if older_file is None else older.listed(older_file.read_text(), runtime.device_slug())
+    only = () if older_file is None else ("--older", str(older_file.resolve()))
     sources = digest(*(path.read_text() for path in sorted((ROOT / "src").rglob("*.py"))))
     script, what = ROOT / "tools" / "evidence" / "record.py", "fuzz warm repeats largest handshake sanitizers"
     command = (sys.executable, str(script), "--only", *what.split(), "--seconds", "{seconds}", "--out", "{out}")
     evidence = Job("evidence", command, sources, LAST, LONGEST, 2 * JOB_SECONDS)
-    rooms = itertools.chain.from_iterable(_of_bench(one, out) for one in benches())
-    return [*rooms, *_chapters(sources), *_same_loss(), evidence]
+    rooms = itertools.chain.from_iterable(_of_bench(one, out, listed, only) for one in benches())
+    jobs = [*rooms, *_chapters(sources), *_same_loss(), evidence]
+    if listed is None:
+        return jobs
+    whole = {stem for stem, case in listed if not case}
+    return [job for job in jobs if only[0] in job.command or any(re.fullmatch(job.writes, stem) for stem in whole)]
 
 
-def _of_bench(one: Bench, out: Path) -> Iterator[Job]:
-    """The jobs of a bench with cases, or of one that has parts."""
+def _of_bench(one: Bench, out: Path, listed: set[tuple[str, str]] | None, only: tuple[str, ...]) -> Iterator[Job]:
+    """The jobs of a bench with cases, of those in ``listed`` if it is given, or of one that has parts."""
     version = one.package()
     for which, cases in (("room", one.cases), ("models", one.models)) if one.cases is not None else ():
-        groups = collections.Counter(measure_job.group(one.name, case) for case in cases())
+        stem = one.name if which == "room" else which
+        chosen = [case for case in cases() if listed is None or (stem, str(case)) in listed]
+        groups = collections.Counter(measure_job.group(one.name, case) for case in chosen)
         for (select, searched), count in groups.items():
             name = named(one.name, which if which == "models" else "", select if searched else "")
             # What a peer's search found is kept under a key without the rank: a cache each.
             env = {"TRITON_CACHE_DIR": str(out / "cache" / f"triton-{name}")} if searched else {}
             n = count if searched else math.ceil(count / WARM_CASES)
             for i, share in itertools.product(range(n), ("0/2", "1/2") if searched else ("0/1",)):
-                command = words("warm", share, one.name, which, select, f"{i}/{n}")
+                command = words("warm", share, one.name, which, select, f"{i}/{n}", *only)
                 yield Job(named("warm", name, i, share[0]), command, version, WARM, env=env)
             env = env | {"TRITON_CACHE_AUTOTUNING": "1"} if searched else {}
             total = count * LONG_SECONDS.get(one.name, CASE_SECONDS)
             n = math.ceil(total / PART_SECONDS)
             for i in range(n):
-                command, seconds = words("cases", one.name, which, select, f"{i}/{n}"), START_SECONDS + total / n
+                command = words("cases", one.name, which, select, f"{i}/{n}", *only)
+                seconds = START_SECONDS + total / n
                 yield Job(named(name, i), command, version, seconds=seconds, env=env)
     if one.extras is not None:
-        yield Job(f"extras-{one.name}", words("extras", one.name), version, replaces=True)
+        writes = rf"{one.name}_(?!steps$)\w+"  # the steps are a chapter's
+        yield Job(f"extras-{one.name}", words("extras", one.name), version, replaces=True, writes=writes)
     for part in one.parts:
         command = words("command", "bench", one.name, "--select", part)
         if "layers" in one.options:  # one compiles what all run
-            yield Job(named("warm", one.name, part), (*command, "--layers", "1"), version, WARM, 2 * JOB_SECONDS)
-        yield Job(named(one.name, part), command, version, seconds=2 * JOB_SECONDS)
+            few = (*command, "--layers", "1")
+            yield Job(named("warm", one.name, part), few, version, WARM, 2 * JOB_SECONDS, writes=rf"{one.name}\w*")
+        yield Job(named(one.name, part), command, version, seconds=2 * JOB_SECONDS, writes=rf"{one.name}\w*")
 
 
 def _chapters(sources: str) -> Iterator[Job]:
     for path in sorted(chapters.NOTEBOOKS.glob("*.ipynb")):
         name, version = path.stem, digest(sources, path.read_text())
         if "RECORD_STEPS = False" in path.read_text():
-            yield Job(f"warm-ladder-{name}", words("ladder", name, "warm"), version, WARM)
-            yield Job(f"ladder-{name}", words("ladder", name), version, seconds=2 * START_SECONDS, replaces=True)
+            about: dict[str, Any] = {"writes": f"{name}_steps"}
+            yield Job(f"warm-ladder-{name}", words("ladder", name, "warm"), version, WARM, **about)
+            yield Job(
+                f"ladder-{name}", words("ladder", name), version, seconds=2 * START_SECONDS, replaces=True, **about
+            )
         yield Job(f"notebook-{name}", words("notebook", name), version, LOUD, 2 * JOB_SECONDS, JOB_SECONDS)
 
 
 def _same_loss() -> Iterator[Job]:
     """All ways begin with one model, which a job of its own trains."""
     version, loss = same_loss.BENCH.package(), ("loss", "--base", "{out}/../loss-base/base.pt", "--ways")
-    yield Job("loss-base", words(*loss), version, LOUD, 4 * JOB_SECONDS, JOB_SECONDS)
+    writes = "same_loss_curves"
+    yield Job("loss-base", words(*loss), version, LOUD, 4 * JOB_SECONDS, JOB_SECONDS, writes=writes)
     for way, seed in itertools.product(same_loss.WAYS, range(3)):
         command = words(*loss, way, "--seeds", seed)
-        yield Job(named("loss", way, seed), command, version, LOUD, JOB_SECONDS, JOB_SECONDS, needs="loss-base")
+        how = {"needs": "loss-base", "writes": writes}
+        yield Job(named("loss", way, seed), command, version, LOUD, JOB_SECONDS, JOB_SECONDS, **how)
 
 
 # --- running --------------------------------------------------------------------------------------------------------
@@ -305,11 +325,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=86400, help="when everything has ended (default: a day)")
     parser.add_argument("--out", type=Path, default=ROOT / "_build" / "measure", help="default: _build/measure")
     parser.add_argument("--only", default="", metavar="REGEX", help="jobs whose name has this, and what they need")
+    parser.add_argument(
+        "--older", type=Path, metavar="FILE", help="only what 'make older' printed into FILE of this GPU"
+    )
     parser.add_argument("--list", action="store_true", help="say what there is to do")
     parser.add_argument("--merge", type=Path, metavar="DIR", help="take the rows in DIR into book/results")
     given = parser.parse_args(arguments)
     out = (given.merge or given.out).resolve()
-    jobs = plan(out)
+    jobs = plan(out, given.older)
     if given.merge:
         merge(out, record.results_dir(), jobs)
         return 0

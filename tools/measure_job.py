@@ -68,7 +68,7 @@ def command(folder: Path, *arguments: str) -> int:
     return cli.main([*arguments, "--out", str(folder)])
 
 
-def warm(folder: Path, share: str, room: str, which: str, select: str, part: str) -> int:
+def warm(folder: Path, share: str, room: str, which: str, select: str, part: str, *only: str) -> int:
     """Calls every provider of a part of a list once; of the tiles that a peer searches, compiles each n-th and times none."""
     from triton.runtime.autotuner import Autotuner
 
@@ -85,10 +85,10 @@ def warm(folder: Path, share: str, room: str, which: str, select: str, part: str
 
     Autotuner._bench = compile_only
     older.dates_of(bench(room))  # what is launched is found once, and kept
-    return command(folder, "bench", room, "--only", which, "--select", select, "--part", part, "--warm")
+    return command(folder, "bench", room, "--only", which, "--select", select, "--part", part, "--warm", *only)
 
 
-def cases(folder: Path, room: str, which: str, select: str, part: str) -> int:
+def cases(folder: Path, room: str, which: str, select: str, part: str, *only: str) -> int:
     """Measures a part of a list, less what is there already. A peer's search of tiles, all compiled, is a short one."""
     import triton
 
@@ -97,7 +97,7 @@ def cases(folder: Path, room: str, which: str, select: str, part: str) -> int:
 
     if "TRITON_CACHE_AUTOTUNING" in os.environ:
         triton.runtime.autotuner.Autotuner.do_bench = property(lambda self: short)
-    what = ("--only", which, "--select", select, "--part", part, "--rep-ms", REP_MS, "--missing")
+    what = ("--only", which, "--select", select, "--part", part, "--rep-ms", REP_MS, "--missing", *only)
     return command(folder, "bench", room, *what)
 
 

@@ -147,12 +147,14 @@ def bench(
     part: tuple[int, int] = (0, 1),
     warm: bool = False,
     missing: bool = False,
+    behind: str | None = None,
 ) -> int:
     """Measures rooms, their cases and then those of models, and records the rows under ``out``; 1 if a result of ours was not correct, 2 without a GPU.
 
     The rows of a case are written before the next one is measured: a run that is stopped keeps what it has. ``only`` is
     ``room`` or ``models``; ``part`` (i, n) takes each n-th case; ``warm`` calls every provider once and records nothing;
-    ``missing`` leaves out what ``out`` has rows of today's sources of.
+    ``missing`` leaves out what ``out`` has rows of today's sources of; ``behind`` has what ``make older`` printed, and all else is
+    left out.
     """
     if not _can_measure():
         print("bench: no GPU runs kernels here, and the interpreter's times say nothing about one.", file=sys.stderr)
@@ -163,6 +165,7 @@ def bench(
         print(error, file=sys.stderr)
         return 2
     folder = out / runtime.device_slug()
+    listed = None if behind is None else older.listed(behind, runtime.device_slug())
     code = 0
     for room in names:
         one = registry.bench(room)
@@ -175,7 +178,11 @@ def bench(
         lists = {} if only == "models" else {room: one.cases()}
         lists |= {} if only == "room" else {"models": one.models()}
         chosen = {
-            stem: [case for case in found if re.search(select or "", str(case))][part[0] :: part[1]]
+            stem: [
+                case
+                for case in found
+                if re.search(select or "", str(case)) and (listed is None or (stem, str(case)) in listed)
+            ][part[0] :: part[1]]
             for stem, found in lists.items()
         }
         print(f"{room}: {sum(map(len, chosen.values()))} cases on {runtime.properties().name}", flush=True)
@@ -191,7 +198,7 @@ def bench(
             there = _measured(folder / f"{stem}.csv", one.package()) if missing else set()
             cases = [case for case in cases if case.key not in there]
             failures += _bench_cases(one, stem, cases, folder, rep_ms) if cases else []
-        if select is None and only != "models" and part[0] == 0:
+        if select is None and listed is None and only != "models" and part[0] == 0:
             failures += _bench_extras(one, folder)
         for failure in failures:
             print(f"NOT RECORDED: {failure}", file=sys.stderr)
@@ -333,6 +340,13 @@ def _pattern(text: str) -> str:
     return text
 
 
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"expected a file of text, got {path!r} ({error})") from None
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     top = argparse.ArgumentParser(prog="python -m kernelbook", description=kernelbook.__doc__)
@@ -359,6 +373,9 @@ def parser() -> argparse.ArgumentParser:
         "--warm", action="store_true", help="call all once and record nothing: fills compilers' caches"
     )
     measure.add_argument("--missing", action="store_true", help="only cases without rows of these sources in --out")
+    measure.add_argument(
+        "--older", type=_text, metavar="FILE", help="only cases that FILE, what 'make older' printed, has for this GPU"
+    )
     measure.add_argument("--layers", type=_count, help="whole_model: so many layers of each model (default: all)")
     judged = commands.add_parser(
         "judge", help="judge a kernel of yours: is it right, and on a GPU how fast; without a file, list the tasks"
@@ -409,5 +426,5 @@ def _command(top: argparse.ArgumentParser, given: argparse.Namespace) -> int:
     if bool(given.room) == given.all:
         top.error("bench needs a room or --all")
     names, out = registry.CASE_BY_CASE if given.all else [given.room], given.out or _default_out()
-    how = given.select, given.layers, given.only, given.part, given.warm, given.missing
+    how = given.select, given.layers, given.only, given.part, given.warm, given.missing, given.older
     return bench(names, out, given.rep_ms, *how)

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,7 +26,7 @@ import kernelbook
 from kernelbook import plans, runtime
 from kernelbook.lab import baselines, bench, dates, launched, record, timing
 
-__all__ = ["Older", "dates_of", "launch_digests", "older", "sentence"]
+__all__ = ["Older", "dates_of", "launch_digests", "listed", "older", "sentence"]
 
 PACKAGE = Path(kernelbook.__file__).parent
 OWN_PLANS = "own plans"  # stands for the digest of rows that nobody else can date
@@ -170,6 +171,13 @@ def older(gpus: Iterable[str] | None = None, stem: str = "*") -> list[Older]:
         found = pool.map(lambda properties: launch_digests(properties, names=names), known.values())
         digests = dict(zip(known, found, strict=True))
     return [found for gpu in folders for found in _older_on(gpu, stem, digests.get(gpu, {}))]
+
+
+def listed(printed: str, gpu: str) -> set[tuple[str, str]]:
+    """What :func:`main` printed of ``gpu``: a file's stem and a case, or nothing where the whole file is older. Not what is not dated."""
+    lines = [re.fullmatch(rf"{gpu}/(\w+)\.\w+: (.*): (\w[\w ]*)", line) for line in printed.splitlines()]
+    found = [line.groups() for line in lines if line is not None and line[3] != NOT_DATED]
+    return {(stem, "" if re.fullmatch(r"\d+ rows", case) else case) for stem, case, _ in found}
 
 
 def _older_on(gpu: str, stem: str, digests: Digests) -> Iterator[Older]:
