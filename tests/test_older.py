@@ -224,6 +224,25 @@ def test_a_file_without_a_rule_is_not_dated(recorded):
     assert recorded(stem="search") == [("search.csv", older.NOT_DATED)]
 
 
+def test_whole_models_are_listed_one_by_one(tmp_path, monkeypatch):
+    pd = pytest.importorskip("pandas")
+    monkeypatch.setattr(record, "results_dir", lambda: tmp_path)
+    (tmp_path / "nvidia-h200").mkdir()
+    now = dates.sources_digest("whole_model", "nvidia-h200")
+    models = {"A 1": "older", "B": now, "C": "older"}
+    rows = [
+        row(provider, 1, launches=digest) | {"shape": f"model={model} layers=2 task=step graph={graph}"}
+        for model, digest in models.items()
+        for graph in (0, 1)
+        for provider in ("kernelbook", "kernelbook:dense", "torch")
+    ]
+    pd.DataFrame(rows[:-2]).to_csv(tmp_path / "nvidia-h200" / "whole_model.csv", index=False)
+    found = older.older(["nvidia-h200"], "whole_model")
+    names = ("A 1 kernelbook", "A 1 kernelbook:dense", "C kernelbook", "C kernelbook:dense")
+    assert [(one.case, one.rows) for one in found] == list(zip(names, (2, 2, 2, 1), strict=True))
+    assert older.listed("\n".join(map(str, found)), "nvidia-h200") == {("whole_model", name) for name in names}
+
+
 def test_what_is_older_is_said_in_a_sentence(recorded):
     older.sentence.cache_clear()
     recorded(row("kernelbook", 2, launches="launches 1"))

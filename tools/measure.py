@@ -67,7 +67,8 @@ class Job:
     least: float = 2 * START_SECONDS  # without so much time it brings nothing
     needs: str = ""
     replaces: bool = False  # its tables are replaced whole
-    writes: str = ""  # a regular expression of the stems of the tables that it writes whole
+    writes: str = ""  # a regular expression of the stems of the tables that it writes, whole or a part of them
+    part: str = ""
     env: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -101,8 +102,12 @@ def plan(out: Path, older_file: Path | None = None) -> list[Job]:
     jobs = [*rooms, *_chapters(sources), *_same_loss(), evidence]
     if listed is None:
         return jobs
-    whole = {stem for stem, case in listed if not case}
-    return [job for job in jobs if only[0] in job.command or any(re.fullmatch(job.writes, stem) for stem in whole)]
+    return [
+        job
+        for job in jobs
+        if only[0] in job.command
+        or any(re.fullmatch(job.writes, stem) and case in ("", job.part) for stem, case in listed)
+    ]
 
 
 def _of_bench(one: Bench, out: Path, listed: set[tuple[str, str]] | None, only: tuple[str, ...]) -> Iterator[Job]:
@@ -132,10 +137,11 @@ def _of_bench(one: Bench, out: Path, listed: set[tuple[str, str]] | None, only: 
         yield Job(f"extras-{one.name}", words("extras", one.name), version, replaces=True, writes=writes)
     for part in one.parts:
         command = words("command", "bench", one.name, "--select", part)
+        about = {"writes": rf"{one.name}\w*", "part": part.strip()}
         if "layers" in one.options:  # one compiles what all run
-            few = (*command, "--layers", "1")
-            yield Job(named("warm", one.name, part), few, version, WARM, 2 * JOB_SECONDS, writes=rf"{one.name}\w*")
-        yield Job(named(one.name, part), command, version, seconds=2 * JOB_SECONDS, writes=rf"{one.name}\w*")
+            name, few = named("warm", one.name, part), (*command, "--layers", "1")
+            yield Job(name, few, version, WARM, 2 * JOB_SECONDS, **about)
+        yield Job(named(one.name, part), command, version, seconds=2 * JOB_SECONDS, **about)
 
 
 def _chapters(sources: str) -> Iterator[Job]:

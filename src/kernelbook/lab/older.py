@@ -197,8 +197,13 @@ def _older_on(gpu: str, stem: str, digests: Digests) -> Iterator[Older]:
             behind = rows.get(column, "") != digest
             if column == "launches":
                 behind &= rows["provider"].map(record.is_ours)
-            if count := int(behind.sum()):
-                yield Older(gpu, path.name, "", column, count)
+            # Whole models are measured one by one, and a provider at a time.
+            whole = {"provider", "shape"} <= {*rows} and rows["shape"].str.startswith("model=").all()
+            models = rows["shape"].str.extract(r"model=(.*?) layers=", expand=False) if whole else ""
+            part = models + " " + rows["provider"] if whole else pd.Series("", rows.index)
+            for name, count in behind.groupby(part, sort=False).sum().items():
+                if count:
+                    yield Older(gpu, path.name, str(name), column, int(count))
         elif path.stem in {*bench.CASE_BY_CASE, "models"}:
             for _, case in rows.groupby(list(record.KEY[:2] + record.KEY[3:]), sort=False):
                 key = case_key(case.iloc[0])
