@@ -47,6 +47,7 @@ def test_a_verdict_needs_bands_that_lie_apart(rows: pd.DataFrame) -> None:
 def test_the_strongest_baseline_may_be_another_one_by_the_clock(rows: pd.DataFrame) -> None:
     best = measured.strongest(measured.compared(rows)).set_index("run")
     assert best.loc["a", "provider"] == "liger" and best.loc["a", "ratio"] == 2
+    assert best.loc["a", "clock_provider"] == "torch" and best.loc["d", "clock_provider"] == ""
     assert best.loc["a", "clock"] == 3  # liger's host takes 9 ms: torch is what one waits for least
 
 

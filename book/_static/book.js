@@ -477,8 +477,9 @@
       };
       const found = rows.filter((row) => row[0] === gpu.value && row[1] === name.value && row[2] === pass.value && fits(row));
       const slower = (column) => found.filter((row) => row[column] === "slower").length;
+      const python = found.some((row) => row[10] !== null) ? `at ${slower(11)} from Python` : "from Python not compared";
       count.textContent = found.length
-        ? `${found.length} ${found.length === 1 ? "point" : "points"}; slower at ${slower(9)} on the device, at ${slower(11)} from Python.` +
+        ? `${found.length} ${found.length === 1 ? "point" : "points"}; slower at ${slower(9)} on the device, ${python}.` +
           (found.length > MOST ? ` The first ${MOST} are shown.` : "")
         : "No point is recorded for that.";
       const shown = [4, 8, 10, 5, 6, 7, 3]; // the answer first: a phone shows three columns
@@ -495,6 +496,7 @@
     }
 
     fill(gpu, values(0));
+    fill(name, [rows[0][1]]); // what the page begins with, not the alphabet
     narrow();
   }
 

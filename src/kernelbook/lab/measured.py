@@ -115,14 +115,16 @@ def compared(rows: pd.DataFrame, leave_out: Sequence[str] = record.BOUNDS) -> pd
 
 def strongest(found: pd.DataFrame) -> pd.DataFrame:
     """Of what :func:`compared` gives, for each point the baseline that is fastest on the device; ``clock`` and its verdict are
-    against the one for which a caller waits least."""
+    against the one for which a caller waits least, ``clock_provider``."""
     found = found.loc[~found["provider"].isin(FOR_SCALE)]
     least = found.loc[found.groupby(POINT, sort=False)["ms"].idxmin()]
     waits = found.dropna(subset="wait")
     by_clock = waits.loc[waits.groupby(POINT, sort=False)["wait"].idxmin()]
+    by_clock = by_clock.assign(clock_provider=by_clock["provider"])
     clock = ["clock", "clock_verdict", "wait", "wait_ours"]
+    there = by_clock[[*POINT, *clock, "clock_provider"]]
     return (
-        least.drop(columns=clock).merge(by_clock[[*POINT, *clock]], on=POINT, how="left").fillna({"clock_verdict": ""})
+        least.drop(columns=clock).merge(there, on=POINT, how="left").fillna({"clock_verdict": "", "clock_provider": ""})
     )
 
 

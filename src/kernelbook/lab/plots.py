@@ -112,19 +112,20 @@ def tabs(parts: Mapping[str, object], notes: Mapping[str, str] | None = None) ->
     """Figures, HTML or text under tabs, by their labels; the first is open. It needs no script, and prints one after another.
 
     ``notes`` are sentences in Markdown below some of them. A label that is a GPU's folder in ``book/results`` is shown as that
-    GPU's name. The markup is that of sphinx-design, whose style sheet every page of the book has.
+    GPU's model. The markup is that of sphinx-design, whose style sheet every page of the book has.
     """
     from IPython.display import HTML
 
     number, items = next(_sets), []
     for i, (given, part) in enumerate(parts.items()):
         label = record.gpu_name(given)
+        short = re.sub(r"^NVIDIA (\S+).*", r"\1", label)  # two of them fit beside each other on a phone
         name = f"kb-tab-{number}-{i}"
         checked = ' checked="checked"' if i == 0 else ""
         note = re.sub(r"`([^`]*)`", r"<code>\1</code>", escape((notes or {}).get(given, "")))
         items.append(
             f'<input{checked} id="{name}" name="kb-tabs-{number}" type="radio">'
-            f'<label class="sd-tab-label" for="{name}">{escape(label)}</label>'
+            f'<label class="sd-tab-label" for="{name}" title="{escape(label)}">{escape(short)}</label>'
             f'<div class="sd-tab-content docutils">{_as_html(part, label)}'
             + (f'<p class="kb-vintage">{note}</p>' if note else "")
             + "</div>"
