@@ -60,7 +60,8 @@ bench: $(ENVIRONMENT)
 	$(PY) -m kernelbook bench $(or $(ROOM),--all)
 
 # The whole book on all GPUs of this machine: make measure SECONDS=3600, again until nothing is left; then make measure MERGE=1.
-MEASURE := _build/measure
+# With OLDER=FILE, both times, what make older printed into FILE; in a folder of its own, since its jobs have fewer cases.
+MEASURE := _build/measure$(if $(OLDER),-older)
 measure: $(ENVIRONMENT)
 	$(PY) tools/measure.py $(if $(MERGE),--merge $(MEASURE),--out $(MEASURE) $(if $(SECONDS),--seconds $(SECONDS)) $(if $(ONLY),--only '$(ONLY)') $(if $(OLDER),--older $(OLDER)))
 

@@ -7,7 +7,7 @@ First every kernel is compiled by as many processes as there are cores; then job
 them; then what takes no time, beside each other. A job has a folder in DIR, with its log and its rows, which are written case
 by case: whatever is stopped at the end of the time keeps what it has. The same command with the same DIR goes on, on another
 machine with such GPUs too: what is done, or has rows of the present sources in DIR, is not measured again; DIR/cache may stay
-behind. With --older only what FILE, written by ``make older``, lists for this GPU.
+behind. With --older only what FILE, written by ``make older``, lists for this GPU: in a DIR of its own, whose jobs have fewer cases.
 What several GPUs do together, the study of sparse training and chapters with RECORD have commands of their own.
 """
 
@@ -68,7 +68,7 @@ class Job:
     needs: str = ""
     replaces: bool = False  # its tables are replaced whole
     writes: str = ""  # a regular expression of the stems of the tables that it writes, whole or a part of them
-    part: str = ""
+    part: str = ""  # which part, as ``make older`` lists it
     env: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
