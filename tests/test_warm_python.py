@@ -1,7 +1,9 @@
 """A program that is a fork of a process which has imported PyTorch is one like any other."""
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -20,6 +22,7 @@ print(os.getpid(), file=sys.stderr)
 os.write(int(sys.argv[2]), b"to a file of its own")
 exec(sys.argv[1])
 """
+SLEEPS = "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(100)"
 
 
 def ends(pid: int) -> bool:
@@ -56,7 +59,7 @@ def test_it_ends_as_it_would(tmp_path: Path, code: str, status: int) -> None:
 
 def test_it_ends_with_who_waits_for_it_and_by_its_signals(tmp_path: Path) -> None:
     program = tmp_path / "several_ranks.py"
-    program.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(100)")
+    program.write_text(SLEEPS)
     for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT):
         with subprocess.Popen(
             [sys.executable, program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -65,6 +68,20 @@ def test_it_ends_with_who_waits_for_it_and_by_its_signals(tmp_path: Path) -> Non
             started.send_signal(number)
             assert started.wait(10) == -number
             assert ends(pid)
+
+
+def test_it_ends_where_who_waits_has_ended_before_it_began(tmp_path: Path) -> None:
+    program = tmp_path / "several_ranks.py"
+    program.write_text(SLEEPS)
+    read, write = os.pipe()
+    with socket.socket(socket.AF_UNIX) as waits:
+        waits.connect(str(Path(sys.executable).with_name(program.name)))
+        asked = json.dumps([[str(program)], str(tmp_path), dict(os.environ), [1]]).encode()
+        socket.send_fds(waits, [len(asked).to_bytes(8, "big")], [write])
+        waits.sendall(asked)
+    os.close(write)
+    with open(read) as output:
+        assert not (pid := output.readline()) or ends(int(pid))
 
 
 def test_another_program_is_started_as_ever() -> None:

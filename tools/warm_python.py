@@ -175,10 +175,12 @@ def _watch(connection: socket.socket, descriptors: list[int], numbers: list[int]
     os.close(ended)
     for each in descriptors:
         os.close(each)
-    connection.sendall(program.to_bytes(8, "big"))
+    with contextlib.suppress(OSError):  # who waits may have ended before
+        connection.sendall(program.to_bytes(8, "big"))
     if connection in select.select([kept, connection], [], [])[0]:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(program, signal.SIGKILL)
+        for kill in (os.killpg, os.kill):  # it may have no group of its own yet
+            with contextlib.suppress(ProcessLookupError):
+                kill(program, signal.SIGKILL)
     status = os.waitstatus_to_exitcode(os.waitpid(program, 0)[1])
     with contextlib.suppress(OSError):
         connection.sendall(status.to_bytes(8, "big", signed=True))
