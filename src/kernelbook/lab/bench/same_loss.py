@@ -299,11 +299,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _record(path: Path, line: dict[str, Any]) -> None:
-    """Adds the line, in the place of one of the same way, seed and steps."""
+    """Adds the line, in the place of one of the same way, seed and steps, and of those that began with another model.
+
+    All ways begin with one model, whose loss they change by less than a thousandth before the first step.
+    """
+
+    def stays(other: Mapping[str, Any]) -> bool:
+        if other["shape"] != line["shape"]:
+            return True
+        with_this = math.isclose(other["validation_loss"][0], line["validation_loss"][0], rel_tol=1e-3)
+        return with_this and any(other[name] != line[name] for name in ("way", "seed", "steps"))
+
     old = [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
-    kept = [other for other in old if any(other[name] != line[name] for name in ("way", "seed", "steps", "shape"))]
     with replacing(path) as file:
-        file.write("".join(json.dumps(each) + "\n" for each in [*kept, line]).encode())
+        file.write("".join(json.dumps(each) + "\n" for each in [*filter(stays, old), line]).encode())
 
 
 BENCH = Bench(
