@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import nbformat
@@ -115,6 +116,37 @@ def test_the_counters_of_a_call_are_those_of_its_longest_kernel() -> None:
         "gpu__time_duration.sum": "61184",
         "launch__grid_size": "2",
     }
+
+
+def test_what_is_counted_already_is_not_counted_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tool, asked, version = program("record_chapters"), [], "of 1"
+    one = SimpleNamespace(package=lambda: version)
+    case = {
+        mode: SimpleNamespace(key=("layer_norm", mode, "bfloat16", "M=1 N=8", "N", "8"))
+        for mode in ("forward", "backward")
+    }
+    monkeypatch.setattr(record, "results_dir", lambda: tmp_path)
+    monkeypatch.setattr(tool, "middle_cases", lambda: {mode: (one, case[mode]) for mode in case})
+    failing = {"backward"}
+
+    def run_counted(scratch: Path, arguments: list[str]) -> str:
+        asked.append(arguments[-1])
+        rows = '"Kernel Name","gpu__time_duration.sum"\n"","ns"\n"_kernel","5"\n'
+        return "" if arguments[-1] in failing else rows
+
+    monkeypatch.setattr(tool, "run_counted", run_counted)
+    assert not tool.record_counters(tmp_path, 0.0) and asked == []  # no time
+    assert not tool.record_counters(tmp_path, 100.0) and asked == ["forward", "backward"]
+    failing.clear()
+    assert tool.record_counters(tmp_path, 100.0) and asked[2:] == ["backward"]
+    assert tool.record_counters(tmp_path, 100.0) and len(asked) == 3
+    version = "of 2"
+    assert tool.record_counters(tmp_path, 100.0) and asked[3:] == ["forward", "backward"]
+    (path,) = tmp_path.glob("*/counters.csv")
+    assert sorted(pd.read_csv(path, dtype=str)[["mode", "package"]].itertuples(index=False, name=None)) == [
+        ("backward", "of 2"),
+        ("forward", "of 2"),
+    ]
 
 
 def test_the_middle_point_of_every_function_is_a_case_that_can_be_counted(monkeypatch: pytest.MonkeyPatch) -> None:
