@@ -26,7 +26,7 @@ test: style
 quick: style
 	$(PY) -m pytest -n auto --dist worksteal tests/test_house.py tests/test_contract.py tests/test_$(or $(ROOM),layer_norm).py
 
-# Which recorded rows are of older sources than these, without a GPU: file, case and column.
+# Which recorded rows are of older sources than these, and which cases have none, without a GPU: file, case and column.
 older: $(ENVIRONMENT)
 	@$(PY) -m kernelbook.lab.older
 

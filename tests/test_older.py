@@ -190,6 +190,7 @@ def recorded(tmp_path, monkeypatch):
     cases = {f"layer_norm forward float16 M=1 N={x} N={x}": {"kernelbook": f"launches {x}"} for x in (1, 2)}
     monkeypatch.setattr(record, "results_dir", lambda: tmp_path)
     monkeypatch.setattr(older, "launch_digests", lambda properties, names: {"layer_norm": cases})
+    monkeypatch.setattr(older, "_cases_of", lambda stem, names: [])
 
     def list_older(*rows: dict[str, str], stem: str = "layer_norm") -> list[tuple[str, str]]:
         rows = (row("kernelbook", 1, launches="launches 1", host=host), row("torch", 1, peer="torch 1"), *rows)
@@ -218,6 +219,26 @@ def test_a_row_is_older_by_its_launches_or_else_by_its_host(recorded, dated, col
 
 def test_a_peer_of_another_version_than_the_one_that_is_installed_is_older(recorded):
     assert recorded(row("liger", 1, peer="pytest 0.1")) == [("layer_norm forward float16 M=1 N=1 N=1", "peer")]
+
+
+def test_a_case_without_rows_is_listed(recorded, monkeypatch):
+    cases = [f"layer_norm forward float16 M=1 N={x} N={x}" for x in (1, 2)]
+    monkeypatch.setattr(older, "_cases_of", lambda stem, names: cases if (stem, *names) == ("layer_norm",) * 2 else [])
+    assert recorded() == [(cases[1], "not measured")]
+    missing = older.older(["nvidia-h200"])
+    assert older.listed("\n".join(map(str, missing)), "nvidia-h200") == {("layer_norm", cases[1])}
+    assert recorded(row("kernelbook", 2, launches="launches 1"))[0][1] == "launches"
+
+
+def test_the_cases_of_a_file_are_those_of_its_room_or_of_all_rooms_models():
+    names, counts = ("layer_norm", "moe_lora"), {}
+    for stem in (*names, "models", "search"):
+        counts[stem] = len(older._cases_of(stem, names))
+    both = [bench.bench(name) for name in names]
+    assert counts == {one.name: len(list(one.cases())) for one in both} | {
+        "models": sum(len(list(one.models())) for one in both),
+        "search": 0,
+    }
 
 
 def test_a_file_without_a_rule_is_not_dated(recorded):

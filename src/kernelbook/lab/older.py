@@ -1,4 +1,4 @@
-"""Which rows of ``book/results`` are older than these sources (:mod:`kernelbook.lab.dates`). Needs no GPU.
+"""Which rows of ``book/results`` are older than these sources (:mod:`kernelbook.lab.dates`), and which are missing. Needs no GPU.
 
 ``python -m kernelbook.lab.older`` lists file, case and column. Where our time is older the whole case is to be measured again,
 so that no ratio mixes runs.
@@ -31,6 +31,7 @@ __all__ = ["Older", "dates_of", "launch_digests", "listed", "older", "sentence"]
 PACKAGE = Path(kernelbook.__file__).parent
 OWN_PLANS = "own plans"  # stands for the digest of rows that nobody else can date
 NOT_DATED = "not dated"
+NOT_MEASURED = "not measured"
 # The GPUs whose rows the book has: nothing else is known of them where they are not.
 GPUS = {
     runtime.slug(name): dataclasses.replace(runtime.TARGETS["sm_90"], name=name, l2_bytes=l2_mib * 2**20)
@@ -142,7 +143,7 @@ def dates_of(one: bench.Bench) -> Callable[[timing.Case, str], dict[str, str]]:
 
 @dataclasses.dataclass(frozen=True)
 class Older:
-    """A case, or a whole file, of which something is older: ``launches``, ``host``, ``peer``, ``sources``, or not dated."""
+    """A case, or a whole file, of which something is older: ``launches``, ``host``, ``peer``, ``sources``; or it is not dated, or a case not measured."""
 
     gpu: str
     file: str
@@ -155,7 +156,7 @@ class Older:
 
 
 def older(gpus: Iterable[str] | None = None, stem: str = "*") -> list[Older]:
-    """What in ``book/results`` is older than these sources, or not dated.
+    """What in ``book/results`` is older than these sources, or not dated; and the cases that a room's file has no rows of.
 
     Args:
         gpus: folders of ``book/results`` (default: all).
@@ -212,8 +213,18 @@ def _older_on(gpu: str, stem: str, digests: Digests) -> Iterator[Older]:
                 )
                 for column in columns:
                     yield Older(gpu, path.name, key, column, len(case))
+            measured = set(map(case_key, rows.to_dict("records")))
+            for key in _cases_of(path.stem, digests):
+                if key not in measured:
+                    yield Older(gpu, path.name, key, NOT_MEASURED, 0)
         else:
             yield Older(gpu, path.name, "", NOT_DATED, len(rows))
+
+
+def _cases_of(stem: str, names: Iterable[str]) -> list[str]:
+    """The cases of a room's file, or of the rooms ``names`` those of models."""
+    rooms = bench.benches(name for name in names if stem in ("models", name))
+    return [str(case) for one in rooms for case in (one.models() if stem == "models" else one.cases())]
 
 
 def _older_columns(case: Any, digests: Mapping[str, str], host: str | None) -> list[str]:
