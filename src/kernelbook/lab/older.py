@@ -224,7 +224,8 @@ def _older_on(gpu: str, stem: str, digests: Digests) -> Iterator[Older]:
 def _cases_of(stem: str, names: Iterable[str]) -> list[str]:
     """The cases of a room's file, or of the rooms ``names`` those of models."""
     rooms = bench.benches(name for name in names if stem in ("models", name))
-    return [str(case) for one in rooms for case in (one.models() if stem == "models" else one.cases())]
+    lists = (one.models if stem == "models" else one.cases for one in rooms)
+    return [str(case) for cases in lists if cases is not None for case in cases()]
 
 
 def _older_columns(case: Any, digests: Mapping[str, str], host: str | None) -> list[str]:
