@@ -103,7 +103,7 @@ def test_a_profile_keeps_what_the_page_reads() -> None:
     table = tool.read_profile(text)
     assert table["metric"].tolist() == ["gpu__time_duration.sum", stalled]
     assert table["value"].tolist() == ["61184", "0.25"] and table["unit"].tolist() == ["ns", "inst"]
-    assert set(table["problem"]) == {"M=16384 N=4096"}
+    assert set(table["problem"]) == {"M=65536 N=4096"}
 
 
 def test_the_counters_of_a_call_are_those_of_its_longest_kernel() -> None:

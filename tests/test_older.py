@@ -245,6 +245,15 @@ def test_a_file_without_a_rule_is_not_dated(recorded):
     assert recorded(stem="search") == [("search.csv", older.NOT_DATED)]
 
 
+def test_rows_are_dated_for_the_gpu_that_they_name_wherever_they_lie(tmp_path):
+    pd = pytest.importorskip("pandas")
+    table = record.write_results(
+        tmp_path / "scratch" / "whole_model.csv", pd.DataFrame([row("kernelbook", 1, gpu="NVIDIA H200")])
+    )
+    now = dates.sources_digest("whole_model", "nvidia-h200")
+    assert list(table["launches"]) == [now] and now != dates.sources_digest("whole_model", "scratch")
+
+
 def test_whole_models_are_listed_one_by_one(tmp_path, monkeypatch):
     pd = pytest.importorskip("pandas")
     monkeypatch.setattr(record, "results_dir", lambda: tmp_path)
@@ -274,7 +283,7 @@ def test_what_is_older_is_said_in_a_sentence(recorded):
 def test_every_recorded_file_has_a_rule_or_is_known_to_have_none():
     stems = {path.stem for gpu in record.recorded_gpus("*") for path in (record.results_dir() / gpu).iterdir()}
     dated = {*dates.DATED, *bench.CASE_BY_CASE, "models", "ceilings"}
-    assert stems - dated <= {"chapters", "counters", "plans", "profile", "revisions", "search"}
+    assert stems - dated <= {"chapters", "counters", "plans", "profile", "revisions", "search", "slow_kernels"}
 
 
 def test_without_a_gpu_no_peer_is_set_up(monkeypatch):

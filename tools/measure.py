@@ -307,7 +307,9 @@ def merge(top: Path, results: Path, jobs: Sequence[Job]) -> None:
             (folder / "done").unlink(missing_ok=True)
             continue
         for path in folder.glob("*/*.jsonl"):
-            for line in path.read_text().splitlines():
+            lines = path.read_text().splitlines()
+            print(f"{folder.name}: {len(lines)} lines of {path.name}")
+            for line in lines:
                 same_loss._record(results / path.parent.name / path.name, json.loads(line))
         for path in sorted(folder.glob("*/*.csv")):
             target, rows = results / path.parent.name / path.name, pd.read_csv(path, dtype=str, keep_default_na=False)

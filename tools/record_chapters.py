@@ -123,8 +123,8 @@ def record_chapter(name: str, steps: bool, scratch: Path, seconds: float) -> str
 
 # What is profiled: kernel -> problem. All in float16.
 PROFILED = {
-    "_layer_norm_fwd_kernel": "M=16384 N=4096",
-    "_layer_norm_bwd_locks_kernel": "M=16384 N=4096",
+    "_layer_norm_fwd_kernel": "M=65536 N=4096",
+    "_layer_norm_bwd_locks_kernel": "M=65536 N=4096",
     "_flash_attention_fwd_hopper_kernel": "B=2 H=16 N=4096 D=128",
 }
 SECTIONS = ("SpeedOfLight", "LaunchStats", "Occupancy", "SchedulerStats", "WarpStateStats")
@@ -146,7 +146,7 @@ def package_calls() -> list[Callable[[], object]]:
     def tensor(*shape: int) -> torch.Tensor:
         return torch.randn(shape, dtype=torch.float16, device="cuda", requires_grad=True)
 
-    x, weight, bias, dy = tensor(16384, 4096), tensor(4096), tensor(4096), tensor(16384, 4096).detach()
+    x, weight, bias, dy = tensor(65536, 4096), tensor(4096), tensor(4096), tensor(65536, 4096).detach()
     q, k, v = (tensor(2, 16, 4096, 128).detach() for _ in range(3))
 
     def norm() -> object:

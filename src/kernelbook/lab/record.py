@@ -201,12 +201,13 @@ def write_results(path: Path, rows: pd.DataFrame, key: Sequence[str] = KEY) -> p
     """Adds ``rows`` to the CSV file at ``path``, replacing those with the same key, and returns the whole table.
 
     Rows that are not replaced keep every character. The new file takes the old one's place in one step. New rows of a file
-    that its sources date (:data:`kernelbook.lab.dates.DATED`) get their digest. Raises ``ValueError`` when the columns of the
-    file and of ``rows`` differ.
+    that its sources date (:data:`kernelbook.lab.dates.DATED`) get their digest, for the GPU that they name, wherever the file
+    lies. Raises ``ValueError`` when the columns of the file and of ``rows`` differ.
     """
     import pandas as pd
 
-    if digest := dates.sources_digest(path.stem, path.parent.name):
+    gpu = runtime.slug(rows["gpu"].iloc[0]) if "gpu" in rows.columns and len(rows) else path.parent.name
+    if digest := dates.sources_digest(path.stem, gpu):
         rows = _dated(rows, digest)
     rows = rows.fillna({name: value for name, value in LATER_COLUMNS.items() if name in rows.columns}).astype(str)
     if path.exists():
