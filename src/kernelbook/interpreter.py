@@ -2,8 +2,7 @@
 
 On a newer NumPy: Triton 3.6 takes an array of one element for a number, NumPy 2.4 does not, and a loop up to a number that a
 kernel is given failed. Masks of truth values: "&" of a number and a tile gives integers, which loads refuse from Triton 3.9 on.
-Products of tiles whose rows are the same bits wherever they lie, for ``same_bits``: BLAS adds the last rows of a tile in another
-order on some CPUs. And float32 in the place of bfloat16, whose arithmetic is silently wrong in it.
+And float32 in the place of bfloat16, whose arithmetic is silently wrong in it.
 """
 
 import contextlib
@@ -32,23 +31,6 @@ def mend() -> None:
     builder: Any = type(interpreter.interpreter_builder)
     for name, place in (("create_masked_load", 1), ("create_masked_store", 2), ("create_atomic_rmw", 3)):
         setattr(builder, name, _with_mask_of_bool(getattr(builder, name), place))
-    builder.create_dot = _row_by_row(builder.create_dot)
-
-
-def _row_by_row(dot: Callable[..., Any]) -> Callable[..., Any]:
-    """The interpreter's product of two tiles; within ``same_bits`` a product for each row."""
-
-    @functools.wraps(dot)
-    def create_dot(self: Any, a: Any, b: Any, acc: Any, *how: Any) -> Any:
-        if not runtime.in_same_bits():
-            return dot(self, a, b, acc, *how)
-        of, one = type(a), (..., None, slice(None))
-        rows = dot(
-            self, of(a.data[one], a.dtype), of(b.data[..., None, :, :], b.dtype), of(acc.data[one], acc.dtype), *how
-        )
-        return of(rows.data[..., 0, :], rows.dtype)
-
-    return create_dot
 
 
 def _with_mask_of_bool(function: Callable[..., Any], place: int) -> Callable[..., Any]:
