@@ -365,11 +365,12 @@ def test_an_execution_is_kept_until_what_decides_it_changes(monkeypatch: pytest.
 
 
 def test_what_nbval_executes_is_kept_as_a_page_shows_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Outputs stay one by one, an updated one is shown in its place, a semicolon hides one; what fails is not kept."""
+    """Outputs stay one by one, an updated one is shown in its place, a semicolon hides one, a figure is a picture; what fails is not kept."""
     code = (
         "print(1)\nshown = display('a', display_id=True)\nprint(2)",
         "shown.update('b')\n3",
         "print(4)\n5;",
+        "import matplotlib.pyplot as plt\nfigure, _ = plt.subplots()\nplt.close()\nfigure",
         "assert {}",
     )
     for name, last in (("passes", 1), ("fails", 0)):
@@ -380,14 +381,15 @@ def test_what_nbval_executes_is_kept_as_a_page_shows_it(monkeypatch: pytest.Monk
     environment = os.environ | {"PYTHONPATH": str(ROOT / "tools")}
     command = [sys.executable, "-c", run, str(tmp_path / "executed"), *options]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert "1 failed, 7 passed" in done.stdout, done.stdout
+    assert "1 failed, 9 passed" in done.stdout, done.stdout
     tool = program("build_book")
     monkeypatch.setattr(tool, "EXECUTED", tmp_path / "executed")
     cache = tool.open_cache()
     assert not tool.is_kept(cache, tmp_path / "fails.ipynb")
     _, kept = cache.merge_match_into_notebook(tool.read(tmp_path / "passes.ipynb"))
     found = [[output.get("text") or output["data"]["text/plain"] for output in cell.outputs] for cell in kept.cells]
-    assert found == [["1\n", "'b'", "2\n"], ["3"], ["4\n"], []]
+    assert found[:3] == [["1\n", "'b'", "2\n"], ["3"], ["4\n"]]
+    assert "image/png" in kept.cells[3].outputs[0].data
     assert kept.metadata.language_info.pygments_lexer == "ipython3"
 
 

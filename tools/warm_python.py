@@ -19,7 +19,8 @@ from pathlib import Path
 # By module or file: what its process imports, in turn. Not for a program that ends when its parent does: that is another process here.
 KINDS: dict[str, tuple[str, ...]] = {
     "ipykernel_launcher": (
-        "ipykernel.ipkernel", "ipykernel.kernelapp", "ipykernel.debugger", "pandas", "matplotlib.pyplot", "matplotlib_inline.backend_inline",
+        # Without matplotlib_inline, which asks once, when it is imported, for the notebook that shows its figures.
+        "ipykernel.ipkernel", "ipykernel.kernelapp", "ipykernel.debugger", "pandas", "matplotlib.pyplot",
     ),
     "kernelbook.lab.compiled": ("kernelbook.lab.compiled", "torch._dynamo"),
     "kernelbook.lab.judge_worker": ("kernelbook.lab.judge_worker", "torch._dynamo"),
@@ -147,6 +148,8 @@ def _settle(environment: dict[str, str], own: list[str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
     sys.path[:] = [*filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), *own]
+    if "MPLBACKEND" in environment and "matplotlib" in sys.modules:  # which reads it once
+        sys.modules["matplotlib"].rcParams["backend"] = environment["MPLBACKEND"]
 
 
 def _watch(connection: socket.socket, descriptors: list[int], numbers: list[int], run: Callable[[], None]) -> None:
