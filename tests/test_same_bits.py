@@ -6,12 +6,14 @@ would pass for sizes at which no rule changes its mind.
 
 import asyncio
 import copy
+import dataclasses
 import itertools
 import pickle
 import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,7 +21,7 @@ from hypothesis import strategies as st
 from tensors import randn
 
 import kernelbook as kb
-from kernelbook import plans, runtime
+from kernelbook import interpreted_rows, plans, runtime
 from kernelbook.attention import kernels_same_bits
 from kernelbook.launch import Launch
 from kernelbook.nn import LoRAPair, SameBitsLinear, gated_experts, linear, swap
@@ -38,6 +40,30 @@ def rows_of(found: Any, rows: torch.Tensor) -> Any:
 
 
 # --- the mode -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch", [(), (2,)])
+def test_the_interpreter_s_product_of_a_row_does_not_depend_on_its_place_in_the_tile(batch: tuple[int, ...]) -> None:
+    @dataclasses.dataclass
+    class Handle:
+        data: Any
+        dtype: str
+
+    def dot(_: Any, a: Handle, b: Handle, acc: Handle, precision: str) -> Handle:
+        """Like a BLAS that adds later rows in another order, on every CPU."""
+        product = a.data @ b.data + acc.data
+        return Handle(product + np.arange(product.shape[-2])[:, None], acc.dtype)
+
+    a, b = (
+        np.arange(12.0).reshape(4, 3) + np.zeros((*batch, 1, 1)),
+        np.arange(15.0).reshape(3, 5) + np.zeros((*batch, 1, 1)),
+    )
+    arguments = (Handle(a, "a"), Handle(b, "b"), Handle(np.ones((*batch, 4, 5)), "acc"), "ieee")
+    call = interpreted_rows._row_by_row(dot)
+    with kb.same_bits():
+        found = call(None, *arguments)
+    assert found.dtype == "acc" and np.array_equal(found.data, a @ b + 1)
+    assert not np.array_equal(call(None, *arguments).data, found.data)
 
 
 def test_the_mode_belongs_to_a_thread_and_a_task() -> None:

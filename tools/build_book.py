@@ -91,7 +91,7 @@ def kernels(*arguments: str) -> Iterator[Path]:
         file = Path(write_kernel_spec(Path(scratch, "kernels", "python3"), extra_arguments=extra), "kernel.json")
         spec = json.loads(file.read_text())
         spec["argv"][0] = python
-        # A kernel sets it itself, but after what its process was forked with has read it: figures would be text.
+        # ipykernel sets it too late for a fork, which has imported Matplotlib by then: figures would be text.
         spec["env"] = {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}
         file.write_text(json.dumps(spec))
         os.environ["JUPYTER_PATH"] = os.pathsep.join(filter(None, [scratch, os.environ.get("JUPYTER_PATH")]))

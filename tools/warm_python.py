@@ -19,7 +19,7 @@ from pathlib import Path
 # By module or file: what its process imports, in turn. Not for a program that ends when its parent does: that is another process here.
 KINDS: dict[str, tuple[str, ...]] = {
     "ipykernel_launcher": (
-        # Without matplotlib_inline, which asks once, when it is imported, for the notebook that shows its figures.
+        # Not matplotlib_inline: it connects figures to the notebook when it is imported, and there is none yet.
         "ipykernel.ipkernel", "ipykernel.kernelapp", "ipykernel.debugger", "pandas", "matplotlib.pyplot",
     ),
     "kernelbook.lab.compiled": ("kernelbook.lab.compiled", "torch._dynamo"),

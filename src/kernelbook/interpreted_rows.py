@@ -1,7 +1,8 @@
 """Within ``same_bits`` the interpreter's product of two tiles is a product for each row.
 
-BLAS may add the last rows of a tile in another order than the first, as OpenBLAS does on CPUs with AVX2. So what
-a row became depended on its place in the tile. Beside :mod:`kernelbook.interpreter`, since no call on a GPU goes through this.
+BLAS may add the last rows of a tile in another order than the first, as OpenBLAS does on CPUs with AVX2. What a row becomes
+would then depend on its place in the tile. A file of its own that only the package imports: recorded host times are dated by
+the files that a launch imports, as it does :mod:`kernelbook.interpreter`, and no launch on a GPU goes through this.
 """
 
 import functools
@@ -28,5 +29,5 @@ def _row_by_row(dot: Callable[..., Any]) -> Callable[..., Any]:
 if runtime.INTERPRET:
     from triton.runtime.interpreter import interpreter_builder
 
-    builder: Any = type(interpreter_builder)
-    builder.create_dot = _row_by_row(builder.create_dot)
+    _builder: Any = type(interpreter_builder)
+    _builder.create_dot = _row_by_row(_builder.create_dot)
