@@ -251,7 +251,7 @@ def sentence(stem: str, gpu: str) -> str:
     counts: dict[str, int] = {}
     for found in older([gpu], stem):
         counts[found.column] = counts.get(found.column, 0) + found.rows
-    parts = [f"{counts[column]:,} rows {words}" for column, words in WORDS.items() if column in counts]
+    parts = [f"{counts[column]:,} of the rows {words}" for column, words in WORDS.items() if column in counts]
     return f"{'; '.join(parts)}." if parts else ""
 
 

@@ -419,10 +419,8 @@ def ladder(
         {
             "step": names,
             "µs": [_microseconds(ms) for ms in rows["ms"]],
-            "of the copy's bandwidth" if by == "gbs" else "of a large cuBLAS product": [
-                f"{value:.0%}" for value in share
-            ],
-            "times the best so far": ["" if math.isnan(value) else f"{value:.2f}" for value in gain],
+            "of the copy's bandwidth" if by == "gbs" else "of cuBLAS at 8192³": [f"{value:.0%}" for value in share],
+            "times as fast as the best before": ["" if math.isnan(value) else f"{value:.2f}" for value in gain],
         }
     )
     sheet = [DATA_SHEET_TFLOPS.get(str(gpu)) for gpu in rows["gpu"]] if by == "tflops" and "gpu" in rows else []
