@@ -276,7 +276,7 @@ def test_whole_models_are_listed_one_by_one(tmp_path, monkeypatch):
 def test_what_is_older_is_said_in_a_sentence(recorded):
     older.sentence.cache_clear()
     recorded(row("kernelbook", 2, launches="launches 1"))
-    assert older.sentence("layer_norm", "nvidia-h200") == f"1 rows {older.WORDS['launches']}."
+    assert older.sentence("layer_norm", "nvidia-h200") == f"1 of the rows {older.WORDS['launches']}."
     older.sentence.cache_clear()
 
 
