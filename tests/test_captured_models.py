@@ -698,5 +698,10 @@ def test_a_model_that_generate_would_not_compile_stays_as_it_is() -> None:
 
 
 def test_a_model_that_does_not_generate_is_refused() -> None:
+    checkpointed = llama().train()
+    checkpointed.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match=r"fast_generate: model must be in eval\(\) where gradient checkpoints are on"):
+        interop.fast_generate(checkpointed)
+    assert interop.fast_generate(checkpointed.eval()) is checkpointed
     with pytest.raises(ValueError, match="fast_generate: model must be a transformers model that generates"):
         interop.fast_generate(torch.nn.Linear(2, 2))

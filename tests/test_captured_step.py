@@ -256,6 +256,12 @@ def test_a_gradient_from_before_is_no_part_of_a_step() -> None:
     assert found == written_out(plain, adam(plain), data)
 
 
+def test_lengths_are_a_sequence() -> None:
+    model = made(Net)
+    with pytest.raises(TypeError, match="CapturedStep: lengths must be a sequence of integers, got int"):
+        CapturedStep(model, adam(model), lengths=16)  # type: ignore[arg-type]
+
+
 def test_two_lengths_are_two_graphs() -> None:
     data, model, plain = batches(14, 9, 13, 16), made(Net), made(Net)
     step = CapturedStep(model, adam(model), lengths=(16, 12), pad={"input_ids": 0, "labels": -100})

@@ -265,6 +265,8 @@ def test_compact_gradients_refuse_what_they_cannot(device: torch.device) -> None
         compact_sparse_linear(x, weight, None, ids, chunk_size=16)
     with pytest.raises(ValueError, match="mode must be one of 'sparse_dw', 'sparse_dw_dx', got 'dense'"):
         compact_sparse_linear(x, weight, None, ids, chunk_size=8, mode="dense")
+    with pytest.raises(ValueError, match="compact_sparse_linear: chunk_size must be at least 16, got 8"):
+        compact_sparse_linear(x, weight, None, ids, chunk_size=8)
 
 
 def test_compact_gradients_take_the_dtypes_that_linear_takes(device: torch.device) -> None:

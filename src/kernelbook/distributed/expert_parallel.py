@@ -64,7 +64,7 @@ class ExpertParallel(ParallelStyle):
     What belongs to an expert lives with it: dense weights, biases and LoRA pairs become ``DTensor`` s sharded over their first
     dimension; so do the bytes of 4-bit weights, see :func:`kernelbook.distributed.by_expert`. Rank 0 of the mesh hands them
     out, so that all ranks have the experts of one model whatever their seeds. LoRA pairs that PEFT has put around the module
-    stay whole on every rank; :func:`kernelbook.distributed.keep_equal` sums their gradients.
+    stay whole on every rank; :func:`kernelbook.distributed.keep_equal` averages their gradients.
 
     Every rank brings its own tokens. Compose with ``fully_shard`` over another dimension of a 2-D mesh, or with
     ``DistributedDataParallel`` around the whole model, told to ignore the experts' parameters;

@@ -40,7 +40,8 @@ def fast_generate(model: Any, *, max_length: int | None = None) -> Any:
 
     Raises:
         TypeError: ``max_length`` is not an integer.
-        ValueError: ``max_length`` is below 1, the model cannot generate, or this version of transformers generates otherwise.
+        ValueError: ``max_length`` is below 1, the model cannot generate, this version of transformers generates otherwise, or
+            the model is in training mode with gradient checkpoints, where transformers keeps no cache.
     """
     if max_length is not None:
         max_length = arguments.integer("fast_generate", "max_length", max_length, "an int or None", least=1)
@@ -49,6 +50,11 @@ def fast_generate(model: Any, *, max_length: int | None = None) -> Any:
         raise ValueError(
             f"fast_generate: model must be a transformers model that generates by get_compiled_call, as in transformers 5, "
             f"got {type(base).__name__} in transformers {transformers.__version__}"
+        )
+    if getattr(base, "training", False) and getattr(base, "is_gradient_checkpointing", False):
+        raise ValueError(
+            "fast_generate: model must be in eval() where gradient checkpoints are on, since transformers keeps no cache in "
+            "training mode then, got training mode"
         )
     why = _never_compiled(base)
     if why is not None:

@@ -59,7 +59,7 @@ def compact_sparse_linear(
     arguments.check_same_device(op, x=x, weight=weight, bias=bias, active_chunks=active_chunks)
     if mode not in ("sparse_dw", "sparse_dw_dx"):
         raise ValueError(f"{op}: mode must be one of 'sparse_dw', 'sparse_dw_dx', got {mode!r}")
-    chunk_size = arguments.integer(op, "chunk_size", chunk_size, least=1)
+    chunk_size = arguments.integer(op, "chunk_size", chunk_size, least=16)
     if weight.shape[0] % chunk_size:
         raise ValueError(f"{op}: chunk_size must divide the features ({weight.shape[0]}), got {chunk_size}")
     dtype = arguments.autocast_dtype(x)

@@ -128,7 +128,7 @@ def _normed(norm: LayerNorm, x: torch.Tensor) -> torch.Tensor:
 class GPT(nn.Module):
     """Decoder-only transformer: Radford et al., "Language models are unsupervised multitask learners" (2019).
 
-    Token and position embeddings, blocks of causal attention and an MLP with GELU, a final norm and a linear head. Under
+    Token and position embeddings, blocks of causal attention and an MLP with GELU or ReLU, a final norm and a linear head. Under
     autocast the residual stream has its dtype.
 
     ``model.sparse_layers()`` are the layers whose ``active_chunks`` and ``mode`` can be set, see

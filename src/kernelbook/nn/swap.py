@@ -153,7 +153,8 @@ def swap(
     log-probabilities are the same bits in a packed or padded batch and in generation, alone or beside others. Its linear
     layers, a router's product and its experts run on the kernels too. Where a mask tells of padding, or where packed sequences
     begin, the host waits for the device once a forward pass. PyTorch's softmax and log_softmax go row by row, and are
-    left; on a GPU their rows have to begin on 16 bytes.
+    left; on a GPU their rows have to begin on 16 bytes. What a ``forward`` of yours calls itself, such as
+    ``torch.matmul`` or ``scaled_dot_product_attention``, is not looked at, and may depend on the batch.
 
     Args:
         model: any module; on a GPU when it is called, or under the interpreter.
@@ -272,6 +273,9 @@ def _swap_same_bits(done: Swap) -> None:
         if type(module) is nn.Linear:
             done._set(module, "__class__", SameBitsLinear)
             done.changed[name] = "Linear"
+        if isinstance(module, nn.modules.batchnorm._NormBase):  # has no weights where affine is False
+            unknown[name] = f"{type(module).__name__} adds over other rows"
+            continue
         ours = type(module).__module__.startswith("kernelbook.")
         if ours or id(module) in experts or isinstance(module, ROW_BY_ROW) or set(weights) <= {"sinks"}:
             continue

@@ -196,6 +196,8 @@ class CapturedStep:
             raise ValueError(f"{op}: clip must be positive, got {clip}")
         self.model, self.optimizer, self.scheduler, self.clip = model, optimizer, scheduler, clip
         self.accumulate = arguments.integer(op, "accumulate", accumulate, least=1)
+        if not isinstance(lengths, Sequence):
+            raise TypeError(f"{op}: lengths must be a sequence of integers, got {type(lengths).__name__}")
         self.lengths = sorted(arguments.integer(op, "lengths", n, least=1) for n in lengths)
         self.pad, self.autocast = dict(pad), autocast
         self.grad_norm: torch.Tensor | None = None
