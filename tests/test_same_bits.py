@@ -628,7 +628,7 @@ def test_swap_takes_what_it_knows_and_refuses_the_rest() -> None:
     assert not model._forward_hooks and not model._forward_pre_hooks
     with pytest.raises(ValueError, match=r"swap: same_bits must be False for this model.*0: Conv1d has weights"):
         swap(torch.nn.Sequential(torch.nn.Conv1d(2, 2, 3)), same_bits=True)
-    with pytest.raises(ValueError, match="0: BatchNorm1d adds over other rows"):
+    with pytest.raises(ValueError, match="0: BatchNorm1d normalizes over other rows"):
         swap(torch.nn.Sequential(torch.nn.BatchNorm1d(2, affine=False)), same_bits=True)
     with pytest.raises(ValueError, match="swap: layer_norm, rms_norm and attention must be True with same_bits=True"):
         swap(model, same_bits=True, attention=False)

@@ -173,7 +173,8 @@ def nf4_quantize(
             may be short. For :func:`nf4_dequantize` the first dimension counts experts.
         block_size: 32, 64, ..., 4096.
         double_quant: quantize the absmax values too, to 8 bits.
-        code: the code book, ``kernelbook.nf4.NF4``, ``FP4`` there, or another ``CodeBook`` of 16 values, which should lie in [-1, 1].
+        code: the code book: ``NF4`` or ``FP4`` of ``kernelbook.nf4``, or another ``CodeBook`` of 16 values, which should lie
+            in [-1, 1].
 
     Raises:
         TypeError: ``w`` is not a tensor of a supported dtype, ``block_size`` no integer, or ``code`` no ``CodeBook``.

@@ -389,7 +389,8 @@ def load_balancing_loss(probabilities: torch.Tensor, expert_ids: torch.Tensor) -
 
     Args:
         probabilities: (..., E), the router's, over all experts. Their mean is p.
-        expert_ids: (..., k), where the tokens go, each below E: a slot to skip has no place here. f_e counts the slots that expert e gets, over the number of tokens.
+        expert_ids: (..., k), where the tokens go, each below E: a slot to skip has no place here. f_e counts the slots
+            that expert e gets, over the number of tokens.
 
     Returns:
         () in the dtype of ``probabilities``, differentiable in them.

@@ -274,7 +274,7 @@ def _swap_same_bits(done: Swap) -> None:
             done._set(module, "__class__", SameBitsLinear)
             done.changed[name] = "Linear"
         if isinstance(module, nn.modules.batchnorm._NormBase):  # has no weights where affine is False
-            unknown[name] = f"{type(module).__name__} adds over other rows"
+            unknown[name] = f"{type(module).__name__} normalizes over other rows"
             continue
         ours = type(module).__module__.startswith("kernelbook.")
         if ours or id(module) in experts or isinstance(module, ROW_BY_ROW) or set(weights) <= {"sinks"}:
