@@ -18,6 +18,7 @@ from kernelbook.layer_norm import kernels, rms_norm_reference
 from kernelbook.nf4 import kernels as nf4_kernels
 from kernelbook.nf4.reference import nested_absmax_reference, nf4_dequantize_reference, nf4_quantize_reference
 from kernelbook.scatter_ffn import scatter_ffn_reference
+from kernelbook.study import layer_norm as study
 
 # --- layer_norm -----------------------------------------------------------------------------------------------------
 
@@ -160,8 +161,8 @@ def test_gradients_that_come_with_strides_of_their_own(looped: bool, request: py
     within = 0.0 if runtime.INTERPRET else 1e-6  # a GPU may share a row out among threads in another way
     for ours, expected in zip(strided, dense, strict=True):
         torch.testing.assert_close(ours, expected, rtol=within, atol=within)
-    for backward in ("partials", "locks"):
-        y = kb.layer_norm(x, w, w, backward=backward)
+    for norm in (kb.layer_norm, study.layer_norm_with_locks):
+        y = norm(x, w, w)
         ours = torch.autograd.grad(y, (x, w), dy)
         check.compare("dx", ours[0], *_layer_norm_dx(x, w, dy), factor=check.GRADIENT_FACTOR).require()
 
@@ -317,11 +318,9 @@ def test_nf4_of_nan_zeros_and_next_to_nothing() -> None:
 @pytest.mark.parametrize("m", (5, 9))
 def test_locked_sums_of_more_rows_than_buffers(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
     x, w, b, dy = randn(m, 70).requires_grad_(), randn(70).requires_grad_(), randn(70).requires_grad_(), randn(m, 70)
-    from kernelbook.layer_norm import launches
-
-    add = launches.launch_locks
-    monkeypatch.setattr(launches, "launch_locks", lambda *args, **kwargs: add(*args, **{**kwargs, "buffers": 2}))
-    ours = torch.autograd.grad(kb.layer_norm(x, w, b, backward="locks"), (x, w, b), dy)
+    add = study.launch_locks
+    monkeypatch.setattr(study, "launch_locks", lambda *args, **kwargs: add(*args, **{**kwargs, "buffers": 2}))
+    ours = torch.autograd.grad(study.layer_norm_with_locks(x, w, b), (x, w, b), dy)
     exact = torch.autograd.grad(F.layer_norm(x, (70,), w, b), (x, w, b), dy)
     for found, expected in zip(ours, exact, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

@@ -13,11 +13,12 @@ from tensors import far_apart, label, randn
 import kernelbook as kb
 from kernelbook import check, runtime
 from kernelbook.lab.bench import layer_norm as bench
-from kernelbook.layer_norm import kernels, launches, layer_norm_backward_reference, layer_norm_reference
+from kernelbook.layer_norm import kernels, layer_norm_backward_reference, layer_norm_reference
 from kernelbook.nn import LayerNorm
+from kernelbook.study.layer_norm import LOCK_BUFFERS, layer_norm_with_locks
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-BACKWARDS = ("partials", "locks")
+NORMS = (kb.layer_norm, layer_norm_with_locks)
 EPS = 1e-5
 
 
@@ -29,10 +30,10 @@ def _reference(x: torch.Tensor, weight: Any = None, bias: Any = None) -> torch.T
     return layer_norm_reference(x, weight, bias, EPS)
 
 
-def _check(x: torch.Tensor, weight: Any, bias: Any, backward: str = "partials") -> None:
+def _check(x: torch.Tensor, weight: Any, bias: Any, norm: Any = kb.layer_norm) -> None:
     inputs = {"x": x, "weight": weight, "bias": bias}
     check.check_op(
-        lambda x, weight, bias: kb.layer_norm(x, weight, bias, EPS, backward=backward),
+        lambda x, weight, bias: norm(x, weight, bias, EPS),
         _reference,
         inputs,
         grads=[name for name, value in inputs.items() if value is not None],
@@ -46,10 +47,10 @@ SHAPES = ((1, 1), (1, 97), (7, 1), (13, 64), (101, 31), (5, 1031), (3, 2053), (5
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=label)
 @pytest.mark.parametrize("shape", SHAPES, ids=label)
-@pytest.mark.parametrize("backward", BACKWARDS)
-def test_outputs_and_gradients(shape: tuple[int, int], dtype: torch.dtype, backward: str) -> None:
+@pytest.mark.parametrize("norm", NORMS)
+def test_outputs_and_gradients(shape: tuple[int, int], dtype: torch.dtype, norm: Any) -> None:
     n = shape[1]
-    _check(randn(*shape, dtype=dtype), randn(n, dtype=dtype), randn(n, dtype=dtype), backward)
+    _check(randn(*shape, dtype=dtype), randn(n, dtype=dtype), randn(n, dtype=dtype), norm)
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=label)
@@ -60,10 +61,10 @@ def test_rows_beyond_one_tile(n: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("with_weight", (True, False))
 @pytest.mark.parametrize("with_bias", (True, False))
-@pytest.mark.parametrize("backward", BACKWARDS)
-def test_weight_and_bias_are_optional(with_weight: bool, with_bias: bool, backward: str) -> None:
+@pytest.mark.parametrize("norm", NORMS)
+def test_weight_and_bias_are_optional(with_weight: bool, with_bias: bool, norm: Any) -> None:
     x = randn(5, 33)
-    _check(x, randn(33) if with_weight else None, randn(33) if with_bias else None, backward)
+    _check(x, randn(33) if with_weight else None, randn(33) if with_bias else None, norm)
 
 
 @pytest.mark.parametrize("needed", (("x",), ("weight",), ("bias",), ("weight", "bias"), ("x", "bias")))
@@ -104,13 +105,13 @@ def test_gradient_of_any_layout() -> None:
     m=st.integers(1, 9),
     n=st.integers(1, 300),
     dtype=st.sampled_from(DTYPES),
-    backward=st.sampled_from(BACKWARDS),
+    norm=st.sampled_from(NORMS),
     scale=st.sampled_from((1e-3, 1.0, 30.0)),
     shift=st.sampled_from((0.0, 10.0)),
 )
-def test_any_shape(m: int, n: int, dtype: torch.dtype, backward: str, scale: float, shift: float) -> None:
+def test_any_shape(m: int, n: int, dtype: torch.dtype, norm: Any, scale: float, shift: float) -> None:
     x = randn(m, n).mul(scale).add(shift).to(dtype)
-    _check(x, randn(n, dtype=dtype), randn(n, dtype=dtype), backward)
+    _check(x, randn(n, dtype=dtype), randn(n, dtype=dtype), norm)
 
 
 def test_a_large_mean_does_not_cancel() -> None:
@@ -131,13 +132,11 @@ def test_mixed_dtypes() -> None:
     assert check.relative_error(y, exact) < 1e-3
 
 
-@pytest.mark.parametrize("backward", BACKWARDS)
+@pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("n", (5, 1030))
-def test_gradcheck(n: int, backward: str) -> None:
+def test_gradcheck(n: int, norm: Any) -> None:
     leaves = [t.double().requires_grad_() for t in (randn(3, n), randn(n), randn(n))]
-    assert torch.autograd.gradcheck(
-        lambda x, w, b: kb.layer_norm(x, w, b, backward=backward), leaves, fast_mode=n > 100
-    )
+    assert torch.autograd.gradcheck(lambda x, w, b: norm(x, w, b), leaves, fast_mode=n > 100)
 
 
 def test_the_backward_reference_is_the_gradient() -> None:
@@ -234,12 +233,12 @@ def test_a_module_trains_like_pytorchs() -> None:
 
 
 @pytest.mark.parametrize("shape", ((0, 8), (3, 0), (0, 0), (2, 0, 8)), ids=label)
-@pytest.mark.parametrize("backward", BACKWARDS)
-def test_empty_inputs(shape: tuple[int, ...], backward: str) -> None:
+@pytest.mark.parametrize("norm", NORMS)
+def test_empty_inputs(shape: tuple[int, ...], norm: Any) -> None:
     x = randn(*shape).requires_grad_()
     w, b = (randn(shape[-1]).requires_grad_() for _ in range(2))
     with check.poisoned_empty():
-        y = kb.layer_norm(x, w, b, backward=backward)
+        y = norm(x, w, b)
         dx, dw, db = torch.autograd.grad(y, (x, w, b), torch.ones_like(y))
     assert y.shape == x.shape and dx.shape == x.shape
     assert not dw.any() and not db.any() and dw.shape == w.shape
@@ -283,10 +282,10 @@ BAD = {
         "layer_norm: eps must be a number that is not negative, got -1.0",
     ),
     "eps is text": (lambda: kb.layer_norm(randn(2, 3), eps="x"), TypeError, "layer_norm: eps must be a number"),
-    "unknown backward": (
-        lambda: kb.layer_norm(randn(2, 3), backward="atomics"),
+    "locks and a row that is too long": (
+        lambda: layer_norm_with_locks(randn(1, 2**15 + 1)),
         ValueError,
-        "layer_norm: backward must be one of 'partials', 'locks', got 'atomics'",
+        r"layer_norm_with_locks: x must have rows of at most 128 KiB in float32, got \(1, 32769\)",
     ),
 }
 
@@ -305,19 +304,19 @@ def test_too_many_columns() -> None:
 
 
 @pytest.mark.skipif(not runtime.INTERPRET, reason="the interpreter's overflow check")
-@pytest.mark.parametrize("backward", BACKWARDS)
-def test_offsets_are_64_bit(backward: str, overflow_raises: Callable[[], None]) -> None:
+@pytest.mark.parametrize("norm", NORMS)
+def test_offsets_are_64_bit(norm: Any, overflow_raises: Callable[[], None]) -> None:
     """Row 1 lies 2^31 + 8 elements after row 0 (the memory is reserved, not touched)."""
     overflow_raises()
     n, stride = 24, 2**31 + 8
     x = far_apart(randn(2, n), stride)
     w, b = randn(n), randn(n)
-    _check_strided(x, w, b, backward)
+    _check_strided(x, w, b, norm)
 
 
-def _check_strided(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, backward: str) -> None:
+def _check_strided(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, norm: Any) -> None:
     leaf = x.detach().requires_grad_()
-    y = kb.layer_norm(leaf, w, b, backward=backward)
+    y = norm(leaf, w, b)
     dense = x.contiguous().requires_grad_()
     expected = _torch(dense, w, b)
     torch.testing.assert_close(y, expected)
@@ -341,13 +340,15 @@ def test_every_width_has_a_configuration_that_fits(target: str) -> None:
                 assert needs.shared_bytes <= properties.shared_memory_per_program
 
 
-def test_deterministic_algorithms_choose_partials(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_locks_are_refused_where_bits_are_promised() -> None:
     x, w = randn(4, 8), randn(8).requires_grad_()
-    monkeypatch.setattr(launches, "launch_locks", lambda *_: pytest.fail("locks were used"))
+    with kb.same_bits(), pytest.raises(ValueError, match=r"layer_norm_with_locks: same_bits\(\) must be off"):
+        layer_norm_with_locks(x, w)
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:
-        kb.layer_norm(x, w, backward="locks").sum().backward()
+        with pytest.raises(RuntimeError, match="layer_norm_with_locks has no deterministic implementation"):
+            layer_norm_with_locks(x, randn(8))
     finally:
         torch.use_deterministic_algorithms(before)
 
@@ -360,10 +361,10 @@ def test_deterministic_algorithms_choose_partials(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     "n", (512, 1001, 1536, 2001, 3001, 4096, 5003, 5632, 8192, 12288, 13824, 15001, 15872, 20480, 33000)
 )
-@pytest.mark.parametrize("backward", BACKWARDS)
-def test_real_sizes(n: int, dtype: torch.dtype, backward: str) -> None:
+@pytest.mark.parametrize("norm", NORMS)
+def test_real_sizes(n: int, dtype: torch.dtype, norm: Any) -> None:
     rows = 3001 if n < 5000 else 401  # within 4 GiB, beside others on a GPU
-    _check(randn(rows, n, dtype=dtype), randn(n, dtype=dtype), randn(n, dtype=dtype), backward)
+    _check(randn(rows, n, dtype=dtype), randn(n, dtype=dtype), randn(n, dtype=dtype), norm)
 
 
 @pytest.mark.gpu
@@ -425,7 +426,7 @@ def test_cuda_graph() -> None:
 @pytest.mark.gpu
 @pytest.mark.alone
 def test_the_lock_holds_over_a_thousand_launches_and_its_mutant_is_caught() -> None:
-    assert bench.count_wrong_runs_apart(barrier=True, buffers=kernels.LOCK_BUFFERS, runs=500) == 0
+    assert bench.count_wrong_runs_apart(barrier=True, buffers=LOCK_BUFFERS, runs=500) == 0
     assert bench.count_wrong_runs_apart(barrier=True, buffers=8, runs=500) == 0
     # Two runs in a hundred are wrong on an H200 that is idle otherwise, and fewer beside other work.
     assert any(bench.count_wrong_runs_apart(barrier=False, buffers=8, runs=200) for _ in range(10))

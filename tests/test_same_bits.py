@@ -25,6 +25,7 @@ from kernelbook import interpreted_rows, plans, runtime
 from kernelbook.attention import kernels_same_bits
 from kernelbook.launch import Launch
 from kernelbook.nn import LoRAPair, SameBitsLinear, gated_experts, linear, swap
+from kernelbook.study import layer_norm_with_locks
 
 Rows = Callable[[torch.Tensor], Any]  # from the numbers of rows what becomes of these, a row each
 
@@ -169,8 +170,8 @@ def test_no_rule_looks_at_how_many_rows_there_are(target: str, monkeypatch: pyte
 def test_what_cannot_promise_it_says_what_can() -> None:
     x = randn(4, 32)
     with kb.same_bits():
-        with pytest.raises(ValueError, match=r"layer_norm: backward must be 'partials' within same_bits\(\)"):
-            kb.layer_norm(x, backward="locks")
+        with pytest.raises(ValueError, match=r"layer_norm_with_locks: same_bits\(\) must be off"):
+            layer_norm_with_locks(x)
         with pytest.raises(Exception, match=r"torch.compile must be off within same_bits\(\)"):
             torch.compile(
                 lambda x: kb.moe_lora(x, randn(2, 32, 8), None, None, kb.route(torch.zeros_like(x[:, :1]).long(), 2))

@@ -1,4 +1,4 @@
-"""LayerNorm, with its backward pass in two variants (partial sums and locks), and RMSNorm."""
+"""LayerNorm and RMSNorm."""
 
 from kernelbook.layer_norm.op import layer_norm, rms_norm
 from kernelbook.layer_norm.reference import (

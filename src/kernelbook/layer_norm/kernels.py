@@ -9,9 +9,9 @@ Backward, with xhat = (x - mean) * rstd and g = dy * weight::
 
     dx = rstd * (g - mean(g) - xhat * mean(g * xhat))     dweight = sum over rows of dy * xhat     dbias = sum of dy
 
-The sums run over rows, so over programs. "partials": a fixed number of programs walks over the rows; each keeps its own
-sums in registers and writes one row of partial sums at the end, which a second kernel adds up in a fixed order. "locks":
-a program per row adds into one of a few buffers, each guarded by a spin lock.
+The sums run over rows, so over programs. A fixed number of programs walks over the rows; each keeps its own sums in registers
+and writes one row of partial sums at the end, which a second kernel adds up in a fixed order. (``study/layer_norm.py`` has
+the other way: spin locks.)
 
 RMSNorm (Zhang and Sennrich 2019) is the same without a mean: x is divided by the root of its mean square, and in the
 backward pass mean and mean(g) are 0, which HAS_MEAN = False leaves out. It can add a residual to x before, and write the
@@ -34,7 +34,6 @@ import triton.language as tl
 
 # The widest row that one program keeps in registers, in bytes of the accumulator's dtype. Beyond it rows are looped over.
 MAX_FORWARD_ROW_BYTES = 128 * 1024
-LOCK_BUFFERS = 64
 FEW_TILES = 4
 
 
@@ -356,60 +355,6 @@ def _layer_norm_bwd_sum_kernel(
             _sum_rows(partial_db_ptr, db_ptr, offs_n, G, N, ACC, BLOCK_G, BLOCK_N)
 
 
-# --- backward, locks ------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _layer_norm_bwd_locks_kernel(
-    x_ptr, stride_xm,  # (M, N) input, rows contiguous
-    dy_ptr, stride_dym,  # (M, N) gradient of the output, rows contiguous
-    w_ptr,  # (N,) weight, contiguous, if HAS_WEIGHT
-    stats_ptr,  # (2, M) mean and rstd of the forward pass
-    dx_ptr, stride_dxm,  # (M, N) gradient of the input, rows contiguous
-    buffer_dw_ptr, buffer_db_ptr,  # (NUM_BUFFERS, N) sums, zero at first
-    lock_ptr,  # (NUM_BUFFERS,) int32, zero at first; 1 while a program adds into the buffer
-    M, N,
-    HAS_WEIGHT: tl.constexpr,
-    WITH_DW: tl.constexpr, WITH_DB: tl.constexpr,
-    ACC: tl.constexpr,
-    NUM_BUFFERS: tl.constexpr, BLOCK_N: tl.constexpr,
-    BARRIER: tl.constexpr,  # False only in the chapter's experiment, which shows why it is there
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    offs_n = tl.arange(0, BLOCK_N)[None, :]
-    mask_n = offs_n < N
-    mean = tl.load(stats_ptr + row)
-    rstd = tl.load(stats_ptr + M + row)
-    x = tl.load(x_ptr + row * stride_xm + offs_n, mask=mask_n, other=0.0).to(ACC)  # (1, BLOCK_N)
-    dy = tl.load(dy_ptr + row * stride_dym + offs_n, mask=mask_n, other=0.0).to(ACC)  # (1, BLOCK_N)
-    w = _load_vector(w_ptr, tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_N) < N, HAS_WEIGHT, ACC, 1.0)
-    xhat = (x - mean) * rstd
-    g = dy * w
-    dx = rstd * (g - tl.sum(g) / N - xhat * (tl.sum(g * xhat) / N))
-    tl.store(dx_ptr + row * stride_dxm + offs_n, dx.to(dx_ptr.dtype.element_ty), mask=mask_n)
-    if WITH_DW or WITH_DB:
-        dw = dy * xhat
-        buffer = row % NUM_BUFFERS
-        offs = buffer * N + offs_n
-        # Whoever turns the 0 into a 1 owns the buffer.
-        while tl.atomic_cas(lock_ptr + buffer, 0, 1) == 1:
-            pass
-        # The lock orders what comes after it behind what its last owner stored: Triton's atomic operations acquire and
-        # release. ".cg" is for speed: each sum is read once, so there is no point in keeping it in the L1 cache.
-        if WITH_DW:
-            dw += tl.load(buffer_dw_ptr + offs, mask=mask_n, other=0.0, cache_modifier=".cg")
-        if WITH_DB:
-            dy += tl.load(buffer_db_ptr + offs, mask=mask_n, other=0.0, cache_modifier=".cg")
-        if WITH_DW:
-            tl.store(buffer_dw_ptr + offs, dw, mask=mask_n)
-        if WITH_DB:
-            tl.store(buffer_db_ptr + offs, dy, mask=mask_n)
-        # One thread releases the lock for all: it has to wait until every thread has stored its part.
-        if BARRIER:
-            tl.debug_barrier()
-        tl.atomic_xchg(lock_ptr + buffer, 0)
-
-
 # --- configurations -------------------------------------------------------------------------------------------------
 
 
@@ -557,11 +502,3 @@ def backward_programs(m: int, plan: BackwardPlan, properties: runtime.DeviceProp
     if tiles <= FEW_TILES:
         return 1
     return max(1, min(tiles, properties.num_sms * plan.per_sm // plan.config.kwargs.get("SPLIT", 1)))
-
-
-def locks_config(n: int, itemsize: int) -> triton.Config | None:
-    """A program per row, a row per tile; ``None`` where a row is too large for a tile."""
-    width = max(triton.next_power_of_2(n), 16)
-    if width * max(itemsize, 4) > MAX_FORWARD_ROW_BYTES:
-        return None
-    return triton.Config({"BLOCK_N": width}, num_warps=min(32, max(1, width // 512)))

@@ -17,8 +17,9 @@ from kernelbook import check, memory, runtime
 from kernelbook.lab import baselines, record, timing
 from kernelbook.lab.bench import Bench
 from kernelbook.lab.models import MODELS
-from kernelbook.layer_norm import kernels, launches, op
+from kernelbook.layer_norm import op
 from kernelbook.layer_norm.reference import layer_norm_backward_reference, layer_norm_reference, rms_norm_reference
+from kernelbook.study import layer_norm as study
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -128,7 +129,7 @@ def _backward(m: int, n: int, dtype: torch.dtype, with_compile: bool | None) -> 
         return lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True)
 
     norms = _layer_norms(with_compile)
-    norms["kernelbook:locks"] = functools.partial(op.layer_norm, eps=EPS, backward="locks")
+    norms["kernelbook:locks"] = functools.partial(study.layer_norm_with_locks, eps=EPS)
     providers = {name: gradients(norm) for name, norm in norms.items()}
     if with_compile is not None and baselines.has("quack"):
         providers["quack"] = _quack("backward", x, w, b, dy)
@@ -397,12 +398,11 @@ def count_wrong_runs(*, barrier: bool, buffers: int, runs: int = 100, m: int = 8
     statistics = torch.stack([x.mean(1), torch.rsqrt(x.var(1, unbiased=False) + EPS)])
     _, dw, db = layer_norm_backward_reference(dy.double(), x.double(), w.double(), EPS)
     constants = {"HAS_WEIGHT": True, "WITH_DW": True, "WITH_DB": True, "ACC": memory.tl_accumulator(torch.float32)}
-    config = kernels.locks_config(n, x.element_size())
-    assert config is not None
-    tensors = (x, x.stride(0), dy, dy.stride(0), w, statistics, torch.empty_like(x), n)
     wrong = 0
     for _ in range(runs):
-        sums = launches.launch_locks(config, tensors, m, n, constants, buffers=buffers, barrier=barrier)
+        sums = study.launch_locks(
+            x, dy, w, statistics, torch.empty_like(x), constants, buffers=buffers, barrier=barrier
+        )
         errors = [
             check.relative_error(total.double().sum(0), exact) for total, exact in zip(sums, (dw, db), strict=True)
         ]

@@ -1,0 +1,408 @@
+"""The spine: what every operator of the package needs, once.
+
+A call, from the user's line to the kernel::
+
+    layer_norm(x, ...)         the package: documentation, defaults, numbers as numbers
+      Op.__call__              autocast; a plan; who answers: this file, or PyTorch's dispatcher where somebody watches
+        _Recorded.forward      where a gradient is wanted: keeps what the backward pass reads
+          Op.execute           new memory, then the package's run
+            Launch.__call__    the kernel
+
+and back: ``_Recorded.backward`` -> ``Op.differentiate`` -> the package's gradient, which calls an ``Op`` of its own.
+
+A package says only what is its own, see :class:`Op`. Here and in :mod:`kernelbook.launch` stands what is asked of PyTorch's
+private parts.
+"""
+
+import contextlib
+import functools
+import hashlib
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor  # one guard of a compiled call less than by the module
+from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
+
+from kernelbook import arguments, runtime
+from kernelbook.memory import PLAIN, empty
+from kernelbook.tensors import allows_tf32
+
+__all__ = ["NAMESPACE", "Op", "forget_plans", "needs_dispatcher"]
+
+NAMESPACE = "kernelbook"
+
+
+def _hash_of_library() -> str:
+    digest = hashlib.sha256()
+    root = Path(__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        if "lab" not in path.relative_to(root).parts:
+            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:8]
+
+
+# The last argument of an operator in a compiled graph. PyTorch keeps on disk what it made of a graph, operators by their names:
+# after a change of the library that must not be found again.
+SOURCES = _hash_of_library()
+
+# --- who answers a call ---------------------------------------------------------------------------------------------
+
+_dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+_transform, _trace = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
+_profiling, _autocasts = torch._C._autograd._profiler_enabled, torch._C._is_any_autocast_enabled
+_any_requires_grad = torch._C._any_requires_grad
+_dynamo_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
+
+
+def needs_dispatcher() -> bool:
+    """Whether PyTorch's dispatcher has something to add to every call: a compiler, mode, transform, trace or profiler."""
+    return (
+        torch.compiler.is_compiling() or _function_modes() > 0 or _profiling() or _trace() is not None
+        or forward_ad._current_level >= 0 or _transform() is not None or _dispatch_modes() > 0
+    )  # fmt: skip
+
+
+def _is_plain(tensor: Any) -> bool:
+    """Whether a tensor is an ordinary dense one with data: the dispatcher knows what to do for all others."""
+    return type(tensor) in PLAIN and not tensor.is_meta and not tensor.is_neg() and tensor.layout is torch.strided
+
+
+# --- plans ----------------------------------------------------------------------------------------------------------
+
+MOST_PLANS = 2**14
+_plans: dict[tuple[Any, ...], Any] = {}  # a bounded FIFO cache
+_plans_lock = threading.Lock()
+_NO_PLAN = object()
+
+
+def forget_plans() -> None:
+    """Drop all plans, so that the next calls make new ones."""
+    with _plans_lock:
+        _plans.clear()
+
+
+def _keep_plan(key: tuple[Any, ...], plan: Any) -> None:
+    with _plans_lock:
+        if len(_plans) >= MOST_PLANS:
+            del _plans[next(iter(_plans))]
+        _plans[key] = plan
+
+
+def _key_function(name: str, parameters: Sequence[Any]) -> Callable[..., tuple[Any, ...]]:
+    """Write the function that makes a plan's key of a call, as ``dataclasses`` writes ``__init__``: a loop takes three times as long.
+
+    The key holds of each tensor shape, strides, dtype, device and alignment, all other arguments, and the process's modes:
+    a superset of what any plan depends on. Whether a tensor is one of PyTorch's own and not to be negated decides whether
+    there is a plan at all.
+    """
+    parts = []
+    for parameter in parameters:
+        arg, kind = parameter.name, str(parameter.type)
+        tensor = (
+            f"{arg}.shape, {arg}.stride(), {arg}.dtype, {arg}.device, {arg}.data_ptr() % 16, "
+            f"type({arg}) in plain, {arg}.is_neg()"
+        )
+        parts.append(
+            tensor if kind == "Tensor"
+            else f"None if {arg} is None else ({tensor})" if kind == "Optional[Tensor]"
+            else f"tuple({arg})" if kind.startswith("List") else arg
+        )  # fmt: skip
+    names = ", ".join(parameter.name for parameter in parameters)
+    scope = {"mode": runtime.plan_mode, "tf32": allows_tf32, "plain": PLAIN, "name": name}
+    exec(f"def key({names}):\n    return (name, {', '.join(parts)}, mode(), tf32())", scope)  # noqa: S102
+    return scope["key"]  # type: ignore[return-value]
+
+
+# --- operators ------------------------------------------------------------------------------------------------------
+
+# By operator what PyTorch holds of it. A reload of this module keeps it: packages that are reloaded declare theirs again.
+_libraries: dict[str, torch.library.Library] = globals().get("_libraries", {})
+
+
+class Op:
+    """One operator: ``kernelbook::<name>`` to PyTorch's dispatcher, and the short way to its kernels where nobody watches.
+
+    Args:
+        schema: name, arguments and results as ``torch.library.define`` takes them. The arguments of a call are positional. A last
+            argument ``bool record`` is filled in: whether autograd records the call.
+        check: raises unless the arguments are right; safe for symbolic sizes. Runs where a plan is made, not where one is kept.
+        outputs: from the arguments a tuple of new tensors, one for each result; ``None`` for one that this call does without,
+            in whose place the dispatcher sees a tensor of no elements. Safe for symbolic sizes: it is the fake kernel too.
+        plan: from the arguments what is decided for calls of this kind: launches, grids, numbers; no tensor, stream or
+            address. ``None``: there is nothing to compute, and outputs are zeros.
+        run: ``run(plan, outputs, *arguments)`` fills the outputs.
+        results: how many of the outputs a caller gets; those behind them are for the backward pass.
+        saves: names of arguments and outputs that the backward pass reads.
+        keeps: names of arguments without a gradient (ids, packed weights) that it reads too: no saved-tensor hook sees them,
+            and activation checkpoints need not store them.
+        autocast: names of arguments that autocast lowers.
+        backward: ``backward(call, *gradients)`` returns the gradients of the tensor arguments, or of the first of them.
+            ``call.saved`` and ``call.kept`` are tuples in the order of the names; ``call.wanted`` has for each tensor argument the
+            dtype of its gradient, ``None`` where none is wanted; plain arguments are attributes. Without ``backward``, to
+            differentiate the operator is an error.
+    """
+
+    def __init__(
+        self,
+        schema: str,
+        *,
+        check: Callable[..., object],
+        outputs: Callable[..., tuple[Any, ...]],
+        plan: Callable[..., Any],
+        run: Callable[..., object],
+        results: int = 1,
+        saves: Sequence[str] = (),
+        keeps: Sequence[str] = (),
+        autocast: Sequence[str] = (),
+        backward: Callable[..., Sequence[Any]] | None = None,
+    ) -> None:
+        self.check, self.outputs, self.plan, self.run, self.backward = check, outputs, plan, run, backward
+        self.results, self.autocast = results, tuple(autocast)
+        parsed = torch._C.parse_schema(f"{NAMESPACE}::{schema}")
+        self.name, parameters = parsed.name, parsed.arguments
+        names = [parameter.name for parameter in parameters]
+        self._records = names[-1] == "record"
+        self._tensors = tuple(i for i, parameter in enumerate(parameters) if "Tensor" in str(parameter.type))
+        self._lowered = frozenset(map(names.index, autocast))
+        self._mutated = tuple(
+            i for i in self._tensors if parameters[i].alias_info is not None and parameters[i].alias_info.is_write
+        )
+        self._num_outputs = len(parsed.returns)
+        self._key = _key_function(self.name, parameters)
+        # Where to find, among arguments and outputs, what the backward pass reads.
+        places = {name: i for i, name in enumerate([*names, *(r.name for r in parsed.returns)])}
+        self._saved = tuple(places[name] for name in saves)
+        self._kept = tuple(places[name] for name in keeps)
+        self._plain = tuple(i for i in range(len(names)) if i not in self._tensors)
+        self._names_kept, self._names_plain = tuple(keeps), tuple(names[i] for i in self._plain)
+        self.operator = self._declare(schema)
+
+    # --- a call
+
+    def __call__(self, *args: Any) -> Any:
+        if is_dynamo_compiling():
+            return self._compiled(args)
+        if _autocasts():
+            args = self._in_autocast_dtype(args)
+        if needs_dispatcher():
+            return self._dispatch(args)
+        wanted = torch.is_grad_enabled() and _any_requires_grad(*args)
+        given = (*args, wanted) if self._records else args
+        try:
+            key = self._key(*given)
+            plan = _plans.get(key, _NO_PLAN)
+        except (AttributeError, RuntimeError, TypeError):  # no tensors, or some without memory
+            return self._dispatch(args)
+        if plan is _NO_PLAN:
+            if not all(args[i] is None or _is_plain(args[i]) for i in self._tensors):
+                return self._dispatch(args)
+            plan = self._new_plan(key, given)
+        if wanted:
+            return _Recorded.apply((self, plan, given), *[given[i] for i in self._tensors])
+        outputs = self.execute(plan, given)
+        return outputs[0] if self.results == 1 else outputs[: self.results]
+
+    def _new_plan(self, key: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
+        self.check(*self._given(args))
+        plan = self.plan(*args)
+        _keep_plan(key, plan)
+        return plan
+
+    def execute(self, plan: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return new outputs that the kernels have filled."""
+        outputs = self.outputs(*args)
+        if plan is not None:
+            self.run(plan, outputs, *args)
+        else:
+            for output in outputs:
+                if output is not None:
+                    output.zero_()
+        if self._mutated:
+            # A backward pass that has kept what was in them then raises PyTorch's error instead of reading what is there now.
+            torch._C._increment_version([args[i] for i in self._mutated if args[i] is not None])
+        return outputs
+
+    def _given(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments without ``record``, which no user passes."""
+        return args[:-1] if self._records else args
+
+    def _in_autocast_dtype(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments that autocast lowers in its dtype, as PyTorch's own operators take them; float64 stays."""
+        dtype = arguments.autocast_dtype(args[self._tensors[0]]) if isinstance(args[self._tensors[0]], Tensor) else None
+        if dtype is None:
+            return args
+        return tuple(
+            arg.to(dtype)
+            if i in self._lowered and isinstance(arg, Tensor) and arg.is_floating_point() and arg.dtype != torch.float64
+            else arg
+            for i, arg in enumerate(args)
+        )
+
+    # --- where PyTorch's dispatcher answers
+
+    def _dispatch(self, args: tuple[Any, ...]) -> Any:
+        self.check(*args)
+        return self._by_operator(args, "")
+
+    def _compiled(self, args: tuple[Any, ...]) -> Any:
+        """Put one opaque operator into the compiler's graph; what its fake kernel checks need not be traced."""
+        args = self._in_autocast_dtype(args)
+        for i in self._tensors:
+            if args[i] is not None and not isinstance(args[i], Tensor):
+                self.check(*args)
+        return self._by_operator(args, SOURCES)
+
+    def _by_operator(self, args: tuple[Any, ...], sources: str) -> Any:
+        if self._records:
+            wanted = torch.is_grad_enabled() and any(
+                args[i] is not None and args[i].requires_grad for i in self._tensors
+            )
+            args = (*args, wanted)
+        found = self.operator(*args, sources)
+        if self._num_outputs <= 1:
+            return found
+        return found[0] if self.results == 1 else found[: self.results]
+
+    def _declare(self, schema: str) -> Any:
+        """Declare the operator; what a package that is being reloaded has declared before is dropped."""
+        if self.name in _libraries:
+            _libraries[self.name]._destroy()
+        owner = _libraries[self.name] = torch.library.Library(NAMESPACE, "FRAGMENT")
+        before, arrow, after = schema.rpartition(") ->")
+        tags = (torch.Tag.pt2_compliant_tag,)
+        short = self.name.removeprefix(f"{NAMESPACE}::")
+        torch.library.define(
+            self.name, f"{before.removeprefix(short)}, str sources{arrow}{after}", lib=owner, tags=tags
+        )
+        torch.library.impl(self.name, "default", self._dispatched, lib=owner)
+        torch.library.register_fake(self.name, self._fake, lib=owner)
+        torch.library.register_autograd(
+            self.name,
+            self._differentiate_dispatched,
+            setup_context=self._setup_context,
+            lib=owner,
+        )
+        return getattr(getattr(torch.ops, NAMESPACE), short).default
+
+    def _dispatched(self, *args: Any) -> Any:
+        # Dynamo, where it is at work, would read this too; it does not read while a program that it has made runs.
+        run = self._execute_dispatched if _dynamo_callback() is None else self._untraced
+        return run(*args)
+
+    @functools.cached_property
+    def _untraced(self) -> Callable[..., Any]:
+        return torch.compiler.disable(self._execute_dispatched)
+
+    def _execute_dispatched(self, *args: Any) -> Any:
+        args, sources = args[:-1], args[-1]
+        self._refuse_to_compile(sources)
+        key = self._key(*args)
+        plan = _plans.get(key, _NO_PLAN)
+        if plan is _NO_PLAN:
+            plan = self._new_plan(key, args)
+        return self._for_dispatcher(args, self.execute(plan, args))
+
+    def _fake(self, *args: Any) -> Any:
+        args, sources = args[:-1], args[-1]
+        self._refuse_to_compile(sources)
+        self.check(*self._given(args))
+        return self._for_dispatcher(args, self.outputs(*args))
+
+    def _refuse_to_compile(self, sources: str) -> None:
+        if sources and runtime.in_same_bits():
+            raise ValueError(
+                f"{self.name}: torch.compile must be off within same_bits(), since the compiler cuts sums by their sizes; "
+                f"call the model as it is, or capture it as a CUDA graph"
+            )
+
+    def _for_dispatcher(self, args: Sequence[Any], outputs: tuple[Any, ...]) -> Any:
+        """The outputs as an operator returns them: it cannot return ``None``."""
+        like = args[self._tensors[0]]
+        found = tuple(empty((0,), like.dtype, like) if output is None else output for output in outputs)
+        return found[0] if self._num_outputs == 1 else found if found else None
+
+    # --- gradients
+
+    def save(self, ctx: Any, args: Sequence[Any], outputs: Sequence[Any]) -> None:
+        """Have autograd's context hold what the backward pass reads."""
+        given = (*args, *outputs)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*[given[i] for i in self._saved])
+        # No hook sees these, so that their versions are compared here.
+        ctx.kept = [(given[i], _version(given[i])) for i in self._kept]
+        ctx.plain = [given[i] for i in self._plain]
+        ctx.dtypes = [None if args[i] is None else args[i].dtype for i in self._tensors]
+        ctx.same_bits = runtime.in_same_bits()
+
+    def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        outputs = output if isinstance(output, tuple | list) else (output,)
+        self.save(ctx, inputs[:-1], outputs)
+        ctx.mark_non_differentiable(*outputs[self.results :])
+
+    def _differentiate_dispatched(self, ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        found = self.differentiate(ctx, [ctx.needs_input_grad[i] for i in self._tensors], gradients)
+        of = dict(zip(self._tensors, found, strict=False))
+        return tuple(of.get(i) for i in range(len(ctx.needs_input_grad)))
+
+    def differentiate(self, ctx: Any, needs: Sequence[bool], gradients: Sequence[Tensor | None]) -> Sequence[Any]:
+        """Return the gradients of the tensor arguments, or of the first of them, computed in the mode of the forward pass."""
+        if self.backward is None:
+            raise RuntimeError(f"{self.name} cannot be differentiated")
+        gradients = gradients[: self.results]
+        first = next((gradient for gradient in gradients if gradient is not None), None)
+        if first is None:
+            return ()
+        saved = ctx.saved_tensors  # once: activation checkpoints unpack what they recompute a single time
+        for name, (kept, version) in zip(self._names_kept, ctx.kept, strict=True):
+            if _version(kept) != version:
+                raise RuntimeError(
+                    f"{self.name}: {name}, which its gradient needs, has been modified by an inplace operation: it is at "
+                    f"version {_version(kept)}, expected version {version}"
+                )
+        call = SimpleNamespace(
+            saved=saved,
+            kept=[kept for kept, _ in ctx.kept],
+            wanted=[dtype if need else None for dtype, need in zip(ctx.dtypes, needs, strict=True)],
+            **dict(zip(self._names_plain, ctx.plain, strict=True)),
+        )
+        if ctx.same_bits == runtime.in_same_bits() and not _autocasts():
+            return self.backward(call, *gradients)
+        # Autograd may run this in a thread of its own, and later. Dtypes are settled: autocast would lower them.
+        with runtime.same_bits(ctx.same_bits), _without_autocast(first):
+            return self.backward(call, *gradients)
+
+
+class _Recorded(torch.autograd.Function):
+    """The one function that autograd records, for every operator, where nobody watches.
+
+    Autograd sees the tensors; the whole call comes with them as one argument, since each one costs the host.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, call: tuple[Op, Any, tuple[Any, ...]], *tensors: Any) -> Any:
+        op, plan, args = call
+        outputs = op.execute(plan, args)
+        op.save(ctx, args, outputs)
+        ctx.op = op
+        return outputs[0] if op.results == 1 else outputs[: op.results]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        needs = ctx.needs_input_grad[1:]
+        found = ctx.op.differentiate(ctx, needs, gradients)
+        return None, *found, *(None,) * (len(needs) - len(found))
+
+
+def _version(tensor: Tensor | None) -> int:
+    return 0 if tensor is None or tensor.is_inference() else tensor._version
+
+
+def _without_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
+    if tensor.is_meta or not torch.is_autocast_enabled(tensor.device.type):
+        return contextlib.nullcontext()
+    return torch.autocast(tensor.device.type, enabled=False)

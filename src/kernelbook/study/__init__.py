@@ -1,0 +1,5 @@
+"""Kernels that chapters compare with and the library does not take: each can be called, each is tested."""
+
+from kernelbook.study.layer_norm import layer_norm_with_locks
+
+__all__ = ["layer_norm_with_locks"]
