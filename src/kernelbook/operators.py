@@ -28,7 +28,7 @@ from torch import Tensor  # one guard of a compiled call less than by the module
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from kernelbook import arguments, runtime
+from kernelbook import arguments, plans, runtime
 from kernelbook.memory import PLAIN, empty
 from kernelbook.tensors import allows_tf32
 
@@ -84,6 +84,15 @@ def forget_plans() -> None:
     """Drop all plans, so that the next calls make new ones."""
     with _plans_lock:
         _plans.clear()
+
+
+class _Plans:
+    """Has the plans be forgotten with those of :mod:`kernelbook.plans`."""
+
+    cache_clear = staticmethod(forget_plans)
+
+
+plans.remembered(_Plans())
 
 
 def _keep_plan(key: tuple[Any, ...], plan: Any) -> None:
