@@ -184,7 +184,7 @@ def _whole_calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[
     ids = torch.tensor([5, 0, 7], device=runtime.DEVICE)
     q, k, v = (draw(1, 2, 20, 16) for _ in range(3))
     pages, table = draw(4, 2, 16, 16), torch.tensor([[3, 1]], device=runtime.DEVICE)
-    x, weight, vector = draw(6, 32), draw(8, 32), draw(32)
+    x, weight = draw(6, 32), draw(8, 32)
     return {
         "flash_attention": (kb.flash_attention, (q, k, v), {"causal": True, "window": 7}),
         "paged_attention": (kb.paged_attention, (q[:, :, :1], pages, pages * 2, table, ids[:1]), {}),
