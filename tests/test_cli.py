@@ -90,6 +90,8 @@ def test_a_wrong_command_line_is_explained(arguments: list[str], capsys: pytest.
         "profile --config file", "tune kitchen", "tune nf4 --minutes -1", "tune nf4 --minutes nan", "tune nf4 --shape M",
         "tune nf4 --out file", "train --out file", "train --out new --lr nan", "train --out new --beta1 3",
         "train --out new --seed 99999999999999999999", "train --out new --text nowhere", "train --out new --heads 0",
+        "judge file", "judge nothere", "judge --task nothere", "judge nothere --task vector_add", "judge file --task nothere",
+        "profile --out /proc/new",
     ),
 )  # fmt: skip
 def test_whatever_is_typed_is_answered_in_a_sentence(
@@ -145,7 +147,7 @@ def test_no_value_of_any_option_ends_in_a_traceback(
         monkeypatch.setattr(cli, name, lambda *_, value=value, **__: value)
     monkeypatch.setattr(training, "_run", lambda *_: 0)
     step_of = profiling._step_of
-    monkeypatch.setattr(profiling, "_step_of", lambda given: step_of(given) and (lambda: None))
+    monkeypatch.setattr(profiling, "_step_of", lambda given: step_of(given) and (lambda: torch.zeros(())))
     monkeypatch.setattr(
         profiling.StepProfiler, "close", lambda _: profiling.Report(Path(), None, Path(), 1, [], 0.0, None)
     )

@@ -268,11 +268,10 @@ def check_folder(op: str, out: Path) -> None:
     """Raises a ``ValueError`` unless ``out`` is a folder that can be written to, or may become one."""
     try:
         there = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
-    except OSError as error:  # a name that is too long
-        raise ValueError(f"{op}: out must be a folder to write to, got {str(out)[:80]}, {error.strerror}") from None
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        kind = "that cannot be written to" if there.is_dir() else "that is a file"
-        raise ValueError(f"{op}: out must be a folder to write to, got {out}, {kind} ({there})")
+        with tempfile.TemporaryDirectory(dir=there):  # permissions do not say it: nobody makes a folder in /proc
+            pass
+    except OSError as error:
+        raise ValueError(f"{op}: out must be a folder to write to, got {str(out)[:80]}: {error.strerror}") from None
 
 
 def results_dir() -> Path:
