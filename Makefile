@@ -92,6 +92,7 @@ test-notebooks: $(ENVIRONMENT)
 
 # Fourteen processes share a GPU of 80 GB. In two halves, each with whole functions: make test-gpu PART=1/2, make test-gpu PART=2/2.
 test-gpu: $(ENVIRONMENT)
+	@$(PY) -c "from kernelbook import runtime; exit(runtime.DEVICE.type != 'cuda' and 'test-gpu: no GPU runs kernels here, so these tests would all be skipped')"
 	$(PY) -m pytest -m "gpu and not alone" -n $(or $(WORKERS),14) --dist worksteal $(if $(PART),--part $(PART)) tests
 	$(PY) -m pytest -m "gpu and alone" $(if $(PART),--part $(PART)) tests
 
@@ -135,8 +136,9 @@ hub: $(ENVIRONMENT)
 
 # Pins anew what pyproject.toml asks for. Needs uv.
 lock:
-	@echo "# The whole pinned environment: package, book, tests. Made from pyproject.toml by 'make lock'." > requirements.txt
-	uv pip compile --quiet pyproject.toml >> requirements.txt
+	pins=$$(uv pip compile --quiet pyproject.toml) && { \
+		echo "# The whole pinned environment: package, book, tests. Made from pyproject.toml by 'make lock'."; \
+		echo "$$pins"; } > requirements.txt
 
 clean:
 	rm -rf _build $(VENV) $(VENV)-test-* .pytest_cache .ruff_cache .mypy_cache .hypothesis
