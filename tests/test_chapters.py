@@ -240,6 +240,12 @@ def faults_of_folds(cells: list[Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem)
+def test_a_chapter_finds_the_book_from_any_folder(path: Path) -> None:
+    """By ``record.results_dir()``."""
+    assert not [cell for cell in program("record_chapters").code_of(path) if "../book" in cell]
+
+
+@pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem)
 def test_what_the_lesson_is_about_is_not_folded(path: Path) -> None:
     assert not faults_of_folds(nbformat.read(path, as_version=4).cells)
 

@@ -280,7 +280,9 @@ def results_dir() -> Path:
     for folder in (*[Path.cwd(), *Path.cwd().parents], *here.parents):
         if (folder / "book" / "results").is_dir() and (folder / "_toc.yml").is_file():
             return folder / "book" / "results"
-    raise FileNotFoundError("results_dir: no folder book/results above the working folder or the package")
+    raise FileNotFoundError(
+        "results_dir: no folder book/results above the working folder or the package: it needs the book's repository"
+    )
 
 
 BOOKS_GPU = "nvidia-h200"  # whose rows the text of the book speaks of
