@@ -405,9 +405,10 @@ def _make(*arguments: str, folder: Path = ROOT, **environment: str) -> "subproce
 
 
 @pytest.mark.skipif(runtime.DEVICE.type == "cuda", reason="about machines without a GPU")
-def test_the_tests_of_a_gpu_say_at_once_that_there_is_none() -> None:
-    done = _make("test-gpu", f"PY={sys.executable}")
-    assert done.returncode != 0 and "test-gpu: no GPU runs kernels here" in done.stderr and not done.stdout
+@pytest.mark.parametrize("target", ("test-gpu", "test-turing"))
+def test_the_tests_of_a_gpu_say_at_once_that_there_is_none(target: str) -> None:
+    done = _make(target, f"PY={sys.executable}")
+    assert done.returncode != 0 and "no GPU runs kernels here" in done.stderr and not done.stdout
 
 
 @pytest.mark.parametrize("part", ("3/2", "0/2", "x", "1"))
