@@ -118,10 +118,11 @@ def test_rows_out_of_range_are_nobodys(device: torch.device) -> None:
     first = torch.tensor([2**32 + CHUNK, -1, 2**37, -(2**32), 2**31, size, 0, CHUNK], device=device)
     rows, grad = first[:, None] + torch.arange(CHUNK, device=device), torch.randn(len(first), CHUNK, 24, device=device)
     rate, counts = torch.ones(1, device=device), torch.full((2,), 2.0, device=device)
-    launch, found = optimizer._launch(0.9, 0.99, 1e-8, 0.1, CHUNK, True, False), []
+    launch, found = optimizer._launch(CHUNK, True, False), []
+    numbers = optimizer._numbers(SETTINGS)
     for listed in (slice(None), slice(-2, None)):
         params, given = start.clone(), (rows[listed].flatten(), grad[listed].flatten(0, 1))
-        launch((len(first[listed]), 1), *given, *params, counts, rate, rate, size, 24, len(first[listed]))
+        launch((len(first[listed]), 1), *given, *params, counts, rate, rate, size, 24, len(first[listed]), *numbers)
         found.append(params)
     assert torch.equal(*found) and (found[0] != start).all()
 
