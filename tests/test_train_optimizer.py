@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from tensors import default_dtype
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -85,6 +86,19 @@ def test_skip_is_adamw_on_each_chunks_own_gradients(shape: tuple[int, ...], devi
         assert torch.equal(ours[rest], before[rest])
     _close(ours, torch.cat([piece.detach() for piece in pieces]))
     assert adam.state[ours]["counts"].tolist() == [3, 2, 1, 1]
+
+
+@pytest.mark.parametrize("default", (torch.float16, torch.bfloat16, torch.float64), ids=str)
+def test_pytorchs_default_dtype_changes_nothing(default: torch.dtype, device: torch.device) -> None:
+    ours, adam, theirs = _pair((32, 8), device)
+    twin = ChunkAdamW([theirs], chunk_size=CHUNK, **SETTINGS)
+    ours.grad, theirs.grad = torch.ones_like(ours), torch.ones_like(ours)
+    for counted in (0, 300):  # bfloat16 counts to 256
+        for each, parameter, dtype in ((adam, ours, torch.float32), (twin, theirs, default)):
+            with default_dtype(dtype):
+                each.step()
+            each.state[parameter]["counts"] += counted
+    assert torch.equal(ours, theirs) and twin.state[theirs]["counts"].tolist() == [302, 302]
 
 
 def test_dense_and_sparse_steps_mix(device: torch.device) -> None:

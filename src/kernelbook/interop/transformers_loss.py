@@ -106,10 +106,12 @@ def _compare(base: Any, input_ids: torch.Tensor) -> None:
     def instead(_module: Any, _inputs: Any, out: Any) -> Any:
         """Hidden states of our choice in the place of the body's."""
         like = out.last_hidden_state
-        probe = (torch.arange(like[:1, :1].numel() * len(LOGITS), device=like.device) * 1.7).sin()
+        probe = (torch.arange(like[:1, :1].numel() * len(LOGITS), device=like.device).float() * 1.7).sin()
         probe = probe.view(1, len(LOGITS), -1).to(like.dtype)
         sizes = _logits(base, probe).float().std(-1, keepdim=True).clamp(min=1e-3)
-        probes.append((probe * torch.tensor(LOGITS, device=like.device)[:, None] / sizes).to(like.dtype))
+        probes.append(
+            (probe * torch.tensor(LOGITS, dtype=torch.float32, device=like.device)[:, None] / sizes).to(like.dtype)
+        )
         out.last_hidden_state = probes[0]
         return out
 
