@@ -20,7 +20,7 @@ INACTIVE = ("skip", "decay")
 
 
 def _check_whole_chunks(rows: torch.Tensor, chunk: int) -> None:
-    """Raises unless ``rows`` are whole chunks, as they are not where the layer's chunks have another size."""
+    """Raises unless ``rows`` are whole chunks, as they are not where the layer's chunks have another size, and each once."""
     by_chunk = rows.view(-1, chunk)
     expected = by_chunk[:, :1] // chunk * chunk + torch.arange(chunk, device=rows.device)
     if not torch.equal(by_chunk, expected):
@@ -28,6 +28,8 @@ def _check_whole_chunks(rows: torch.Tensor, chunk: int) -> None:
             f"ChunkAdamW: a sparse gradient must have whole chunks of chunk_size ({chunk}) rows that start at its "
             f"multiples, got other rows; is it the layer's chunk_size?"
         )
+    if by_chunk[:, 0].unique().numel() != by_chunk.shape[0]:
+        raise ValueError("ChunkAdamW: a sparse gradient must have each row once with unique_rows=True, got some twice")
 
 
 def _launch(chunk: int, sparse: bool, decay: bool) -> Launch:
