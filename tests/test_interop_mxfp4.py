@@ -326,7 +326,7 @@ def test_a_model_that_is_dense_in_part_is_not_saved(tmp_path: Path, monkeypatch:
     assert model.num_parameters() == sum(p.numel() for p in model.parameters())
     name = interop.expert_parameters(model)[0]
     interop_peft.merge_experts(with_lora(model, target_parameters=[name]), into="dense")
-    with pytest.raises(ValueError, match="what was packed must still be, or all be dense, got a dense .*gate_up_proj"):
+    with pytest.raises(ValueError, match=r"what was packed must still be, or all be dense, got a dense .*gate_up_proj"):
         model.save_pretrained(tmp_path / "mixed")
 
 

@@ -20,8 +20,8 @@ from tiny_models import MODELS, dequantized, losses, tiny_model, tokens
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
 from kernelbook import runtime
-from kernelbook.interop import transformers as interop
 from kernelbook.interop import peft as interop_peft
+from kernelbook.interop import transformers as interop
 from kernelbook.interop import transformers_experts
 from kernelbook.interop import transformers_quantizer as quantizer
 from kernelbook.interop.transformers import NF4ExpertsConfig
