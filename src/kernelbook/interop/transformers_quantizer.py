@@ -119,7 +119,7 @@ class _NumParameters:
         return _NumParameters, (self._model(),)
 
     def __call__(self, *args: Any, **kwargs: Any) -> int:
-        model = self._model()
+        model: Any = self._model()
         model.is_loaded_in_4bit = False
         try:
             return int(type(model).num_parameters(model, *args, **kwargs))
