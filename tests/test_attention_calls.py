@@ -36,7 +36,9 @@ def test_each_attention_class_is_known_or_left_alone() -> None:
         if "ALL_ATTENTION_FUNCTIONS" not in text:
             continue
         parts = _parts(text)
-        eager = [_function(part, "eager_attention_forward") for part in parts if part.startswith("def eager_attention_f")]
+        eager = [
+            _function(part, "eager_attention_forward") for part in parts if part.startswith("def eager_attention_f")
+        ]
         read = interop.KNOWN.union(*({arg.arg for arg in function.args.args} for function in eager if function))
         found = reasons.setdefault(path.parent.name, set())
         for part in parts:
@@ -70,6 +72,8 @@ def test_each_attention_class_is_known_or_left_alone() -> None:
 def test_what_speaks_against_a_class(body: str, why: str | None) -> None:
     call = "attend(self, x, x, x, mask, dropout=0.0, **given)"
     body = body.replace("{call[:-1]}", call[:-1]).replace("{call}", call)
-    text = f"def forward(self, x, mask, other=None, **given):\n    attend = ALL_ATTENTION_FUNCTIONS['name']\n    {body}\n"
+    text = (
+        f"def forward(self, x, mask, other=None, **given):\n    attend = ALL_ATTENTION_FUNCTIONS['name']\n    {body}\n"
+    )
     found = why_not_by_source(ast.parse(text), text, interop.KNOWN)
     assert found is None if why is None else found is not None and found.startswith(why)

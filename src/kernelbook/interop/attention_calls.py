@@ -92,7 +92,9 @@ def _before(node: ast.AST, call: ast.Call) -> Iterator[ast.AST]:
     yield node
     for _, field in ast.iter_fields(node):
         parts = [part for part in (field if isinstance(field, list) else [field]) if isinstance(part, ast.AST)]
-        beside = isinstance(node, ast.If) and isinstance(field, list) and _holds([node], call) and not _holds(parts, call)
+        beside = (
+            isinstance(node, ast.If) and isinstance(field, list) and _holds([node], call) and not _holds(parts, call)
+        )
         for part in [] if beside else parts:
             yield from _before(part, call)
 
