@@ -251,7 +251,7 @@ def test_a_module_that_computes_with_masks_needs_its_own() -> None:
     own = torch.ones(1, 1, 9, 9, dtype=torch.bool, device=q.device).tril()
     assert module(q, own).shape == (1, 9, 2, 8)
     with pytest.raises(
-        ValueError, match="_Selects computes with its attention mask; kernelbook.nn.swap leaves it alone"
+        ValueError, match=r"_Selects computes with its attention mask; kernelbook\.nn\.swap leaves it alone"
     ):
         module(q, None)
 

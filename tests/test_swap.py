@@ -461,10 +461,19 @@ def test_an_instance_with_a_forward_of_its_own_stays() -> None:
         swap(model, same_bits=True, quiet=True)
 
 
-@pytest.mark.parametrize("kind", ("llama", "gpt_oss"))
+def _gpt_bigcode() -> Any:
+    """Its layers are not given the positions."""
+    torch.manual_seed(0)
+    config = transformers.GPTBigCodeConfig(
+        vocab_size=31, n_positions=16, n_embd=24, n_layer=1, n_head=3, initializer_range=0.2, attn_pdrop=0.0,
+    )  # fmt: skip
+    return transformers.GPTBigCodeForCausalLM(config).to(runtime.DEVICE).eval()
+
+
+@pytest.mark.parametrize("kind", ("llama", "gpt_oss", "gpt_bigcode"))
 def test_packed_sequences_are_alone_or_refused_within_same_bits(kind: str) -> None:
     """transformers looks at position_ids only without a cache and without a mask, and never for gpt-oss."""
-    model = _llama() if kind == "llama" else _gpt_oss()[0]
+    model = {"llama": _llama, "gpt_oss": lambda: _gpt_oss()[0], "gpt_bigcode": _gpt_bigcode}[kind]()
     tokens = torch.randint(1, 31, (1, 9), device=runtime.DEVICE)
     places = torch.cat((torch.arange(5), torch.arange(4)))[None].to(runtime.DEVICE)
     ones = torch.ones_like(tokens)
@@ -473,7 +482,7 @@ def test_packed_sequences_are_alone_or_refused_within_same_bits(kind: str) -> No
     with torch.no_grad(), swap(model, same_bits=True, quiet=True):
         alone = [model(part).logits for part in (tokens[:, :5], tokens[:, 5:])]
         for given in ({}, {"attention_mask": ones}, {"use_cache": False}):
-            if kind == "llama" and given == {"use_cache": False}:
+            if kind != "gpt_oss" and given == {"use_cache": False}:
                 assert torch.equal(model(tokens, position_ids=places, **given).logits, torch.cat(alone, 1))
                 continue
             with pytest.raises(ValueError, match=message):

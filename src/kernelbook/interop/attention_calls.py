@@ -79,9 +79,9 @@ def _problems(forward: ast.AST, call: ast.Call, calls: list[ast.Call], read: Col
             yield f"passes {keyword.arg} to its attention, which nobody here reads"
     nodes = list(_before(forward, call))
     for node in nodes:
-        if isinstance(node, ast.If | ast.IfExp) and "_attn_implementation" in _text(node.test):
-            if any(isinstance(part, ast.Constant) for part in ast.walk(node.test)):
-                yield "asks for the name of its attention implementation"
+        asks = isinstance(node, ast.If | ast.IfExp) and "_attn_implementation" in _text(node.test)
+        if asks and any(isinstance(part, ast.Constant) for part in ast.walk(node.test)):  # type: ignore[attr-defined]
+            yield "asks for the name of its attention implementation"
     given = [keyword.value for keyword in call.keywords if keyword.arg == "attention_mask"] or call.args[4:5]
     if given and not _is_handed_on(given[0], nodes, calls):
         yield "computes with its attention mask"

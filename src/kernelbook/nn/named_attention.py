@@ -14,7 +14,7 @@ import torch
 
 from kernelbook import runtime  # before Triton, which it sets up
 from kernelbook.attention import flash_attention
-from kernelbook.nn.same_bits import attend, check_alone, sequences
+from kernelbook.nn.same_bits import attend, check_alone, positions, sequences
 
 __all__ = ["NEUTRAL", "OWN", "asked_for", "boolean_mask", "is_stated", "own_attention", "statement"]
 
@@ -120,10 +120,10 @@ def own_attention(
     more: dict[str, Any] = {OWN[name]: others[name] for name in asked}
     batch, _, n, _ = query.shape
     if made and mask is not None:
-        where = sequences(mask, batch, window, others.get("position_ids"))
+        where = sequences(mask, batch, window, positions(others))
         return attend(query, key, value, where, scale=scaling, **more)
     if same_bits:
-        check_alone(batch, n, **others)
+        check_alone(batch, n, positions(others), others.get("cu_seq_lens_q"))
     lengths, window = None, None
     if mask is not None:
         lengths, window = _said(mask)

@@ -1,6 +1,10 @@
 """What a model needs around the kernels to be the same bits in any batch: its linear layers, and attention of padded and packed batches."""
 
+import contextlib
+import contextvars
 import functools
+import inspect
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +15,7 @@ from kernelbook import runtime  # before Triton, which it sets up
 from kernelbook.attention import flash_attention
 from kernelbook.linear import linear
 
-__all__ = ["SameBitsLinear", "Sequences", "attend", "check_alone", "sequences", "with_linear"]
+__all__ = ["SameBitsLinear", "Sequences", "attend", "check_alone", "in_mode", "positions", "sequences", "with_linear"]
 
 
 # --- linear layers --------------------------------------------------------------------------------------------------
@@ -108,6 +112,39 @@ def sequences(
     return found
 
 
+# What the model of transformers was given that runs; () outside of one that swap() knows.
+_given: contextvars.ContextVar[torch.Tensor | None | tuple[()]] = contextvars.ContextVar("position_ids", default=())
+
+
+@contextlib.contextmanager
+def in_mode(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+    """The mode for a call of ``module``; of a model of transformers :func:`positions` knows which it was given, or that none."""
+    token = None
+    if hasattr(module, "set_attn_implementation"):
+        given = kwargs.get("position_ids")
+        if given is None and args:
+            given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments.get("position_ids")
+        token = _given.set(given)
+    try:
+        with runtime.same_bits():
+            yield
+    finally:
+        if token is not None:
+            _given.reset(token)
+
+
+def positions(others: dict[str, Any]) -> torch.Tensor | None:
+    """The ``position_ids`` by which sequences may be packed: of an attention's keywords, or of the model that it is in.
+
+    Some models do not hand them on. Those that a model makes itself, since it was given none, need not be looked at.
+    """
+    given = _given.get()
+    if given is None:
+        return None
+    own: torch.Tensor | None = others.get("position_ids")
+    return given if own is None and isinstance(given, torch.Tensor) else own
+
+
 PACKED = (
     "attention_forward: {} must not pack sequences within same_bits() where attention_mask tells of one, got {}: they would see "
     "each other; most models make a mask that tells them apart where use_cache=False, and no attention_mask is given"
@@ -115,12 +152,12 @@ PACKED = (
 
 
 def check_alone(
-    batch: int, n: int, position_ids: torch.Tensor | None = None, cu_seq_lens_q: torch.Tensor | None = None, **_: Any
+    batch: int, n: int, position_ids: torch.Tensor | None, cu_seq_lens_q: torch.Tensor | None = None
 ) -> None:
     """Raises for packed sequences, of which a mask that is causal or not there does not tell.
 
-    The host waits for the device, once for all layers; not for a step of decoding, and not while a graph is captured: the
-    same step ran before, to be warm.
+    Where a model was given ``position_ids`` the host waits for the device, once for all layers; not for a step of decoding,
+    and not while a graph is captured: the same step ran before, to be warm.
     """
     if cu_seq_lens_q is not None and cu_seq_lens_q.shape[0] > batch + 1:
         raise ValueError(PACKED.format("cu_seq_lens_q", f"{cu_seq_lens_q.shape[0] - 1} sequences"))

@@ -12,7 +12,7 @@ from kernelbook import runtime  # before Triton, which it sets up
 from kernelbook.attention import flash_attention
 from kernelbook.linear import linear
 from kernelbook.nn.layers import LayerNorm, RMSNorm
-from kernelbook.nn.same_bits import SameBitsLinear, with_linear
+from kernelbook.nn.same_bits import SameBitsLinear, in_mode, with_linear
 
 __all__ = ["Swap", "swap"]
 
@@ -333,14 +333,14 @@ def _in_mode(module: nn.Module) -> list[Any]:
     """The mode from before a module's forward pass to after it, also after one that raises; a checkpoint's second one too."""
     of_thread = threading.local()
 
-    def enter(*_: Any) -> None:
-        of_thread.entered = [*getattr(of_thread, "entered", ()), runtime.same_bits()]
+    def enter(*call: Any) -> None:
+        of_thread.entered = [*getattr(of_thread, "entered", ()), in_mode(*call)]
         of_thread.entered[-1].__enter__()
 
     def leave(*_: Any) -> None:
         of_thread.entered.pop().__exit__(None, None, None)
 
     return [
-        module.register_forward_pre_hook(enter, prepend=True),
+        module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
         module.register_forward_hook(leave, always_call=True),
     ]
