@@ -220,12 +220,13 @@ def attention_forward(
     if not unknown:
         return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, is_causal=is_causal, **others)
     eager = attention_calls.eager_attention(type(module).forward)
-    for name in unknown:
-        if eager is None or not (name in EAGER_KEYWORDS or name in attention_calls.parameters(eager)):
-            raise ValueError(
-                f"attention_forward: {name} must be None where neither the kernel nor the module's eager_attention_forward reads "
-                f"it, got {type(others[name]).__name__} from {type(module).__name__}"
-            )
+    read = EAGER_KEYWORDS.union(attention_calls.parameters(eager))
+    unread = [name for name in unknown if eager is None or name not in read]
+    if eager is None or unread:
+        raise ValueError(
+            f"attention_forward: {unread[0]} must be None where neither the kernel nor the module's eager_attention_forward reads "
+            f"it, got {type(others[unread[0]]).__name__} from {type(module).__name__}"
+        )
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     if mask is None and causal and n > 1:
         mask = torch.ones(n, s, dtype=torch.bool, device=query.device).tril()[None, None]

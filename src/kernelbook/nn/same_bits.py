@@ -113,7 +113,7 @@ def sequences(
 
 
 # What the model of transformers was given that runs; () outside of one that swap() knows.
-_given: contextvars.ContextVar[torch.Tensor | None | tuple[()]] = contextvars.ContextVar("position_ids", default=())
+_given: contextvars.ContextVar[torch.Tensor | tuple[()] | None] = contextvars.ContextVar("position_ids", default=())
 
 
 @contextlib.contextmanager

@@ -232,14 +232,14 @@ def _swap(done: Swap, layer_norm: bool, rms_norm: bool, attention: bool) -> None
     if rms_norm and hasattr(model, "set_attn_implementation"):
         from kernelbook.interop import transformers_norms
 
-        for name, module, ours in list(transformers_norms.rms_norms(model)):
-            done._change(name, module, ours, "RMSNorm")
+        for name, module, norm in list(transformers_norms.rms_norms(model)):
+            done._change(name, module, norm, "RMSNorm")
     if attention and hasattr(model, "set_attn_implementation"):
         from kernelbook.interop import rotary
 
         _swap_attention_interface(model, done)
-        for name, module, ours in list(rotary.attentions(model)):
-            done._change(name, module, ours, "rotary embedding")
+        for name, module, turning in list(rotary.attentions(model)):
+            done._change(name, module, turning, "rotary embedding")
 
 
 def _swap_attention_interface(model: Any, done: Swap) -> None:
@@ -290,7 +290,8 @@ def _swap_same_bits(done: Swap) -> None:
         if ours or id(module) in experts or isinstance(module, ROW_BY_ROW) or set(weights) <= {"sinks"}:
             continue
         if "weight" in weights and weights["weight"].ndim == 2 and _multiplies(type(module)):
-            done._change(name, module, with_linear(type(module)), type(module).__name__)
+            kind: Any = type(module)
+            done._change(name, module, with_linear(kind), kind.__name__)
         else:
             unknown[name] = f"{type(module).__name__} has weights, and no kernel of the package is known for it"
     unknown = done.left | unknown
