@@ -151,11 +151,11 @@ def swap(
     """Runs PyTorch's own layers inside ``model`` on the kernels, in place; prints what it changed.
 
     A module changes its class, and nothing else: parameters, buffers, hooks, names and the state dict stay. Modules of other
-    classes, such as a subclass with a ``forward`` of its own, and modules whose instance has one are left alone. A model of transformers runs its attention on
-    the kernels too, by its own interface for that (see :func:`kernelbook.interop.transformers_attention.register`), and so do
-    its own classes of RMS norms that compute nothing else, and the rotation of queries and keys where it is the usual one.
-    Sinks and soft caps are the kernel's own too. A model whose attention asks for what is not known here, such as the keys
-    that an indexer selects, keeps its own.
+    classes, such as a subclass with a ``forward`` of its own, and modules whose instance has one are left alone. A model of
+    transformers runs its attention on the kernels too, by its own interface for that (see
+    :func:`kernelbook.interop.transformers_attention.register`), and so do its own classes of RMS norms that compute nothing
+    else, and the rotation of queries and keys where it is the usual one. Sinks and soft caps are the kernel's own too. A model
+    whose attention asks for what is not known here, such as the keys that an indexer selects, keeps its own.
 
     Where ``torch.nn.TransformerEncoderLayer`` holds a module that changed, its inference fast path is switched off: it would
     pass over the modules.
@@ -164,9 +164,10 @@ def swap(
     log-probabilities are the same bits in a packed or padded batch and in generation, alone or beside others. Its linear
     layers, a router's product and its experts run on the kernels too. Where a mask tells of padding, or where packed sequences
     begin, the host waits for the device once a forward pass. Packed sequences of which the mask does not tell are an error:
-    transformers makes such a mask of ``position_ids`` where there is no cache and no mask, and not for every model. PyTorch's softmax and log_softmax go row by row, and are
-    left; on a GPU their rows have to begin on 16 bytes. What a ``forward`` of yours calls itself, such as
-    ``torch.matmul`` or ``scaled_dot_product_attention``, is not looked at, and may depend on the batch.
+    most models make such a mask of ``position_ids`` where there is no cache and no other mask, and gpt-oss does not. PyTorch's
+    softmax and log_softmax go row by row, and are left; on a GPU their rows have to begin on 16 bytes. What a ``forward`` of
+    yours calls itself, such as ``torch.matmul`` or ``scaled_dot_product_attention``, is not looked at, and may depend on the
+    batch.
 
     Args:
         model: any module; on a GPU when it is called, or under the interpreter.
