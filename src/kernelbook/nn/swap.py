@@ -256,7 +256,7 @@ def _swap_attention_interface(model: Any, done: Swap) -> None:
             continue  # the model around it has the same configuration
         # The second: gpt-oss, whose sinks PyTorch's attention has no place for.
         takes_others = part._supports_sdpa or getattr(part, "_supports_attention_backend", False)
-        users = {type(module) for module in model.modules() if getattr(module, "config", None) is config}
+        users = dict.fromkeys(type(module) for module in model.modules() if getattr(module, "config", None) is config)
         reasons = (f"{kind.__name__} {why}" for kind in users if (why := transformers_attention.why_not_ours(kind)))
         if not (part._can_set_attn_implementation() and takes_others):
             done.left[name] = f"{type(part).__name__} has an attention of its own kind"
