@@ -8,6 +8,7 @@ import torch
 
 import kernelbook as kb
 from kernelbook import nn, runtime
+from kernelbook.nn.swiglu import swiglu
 
 Given = dict[str, Any]
 DEVICE = runtime.DEVICE
@@ -206,3 +207,109 @@ PROMISES = {
 
 def _parts(q: kb.NF4Tensor) -> tuple[torch.Tensor, ...]:
     return q.packed, q.absmax
+
+
+# --- modules --------------------------------------------------------------------------------------------------------
+
+
+def _call(module: torch.nn.Module, **given: Any) -> Any:
+    """The module with what is given by its parameters' names in their place, and all else as its inputs."""
+    names = dict(module.named_parameters())
+    parameters = {n: value for n, value in given.items() if n in names}
+    inputs = tuple(value for n, value in given.items() if n not in names)
+    return torch.func.functional_call(module, parameters, inputs)
+
+
+def _module(make: Callable[[], torch.nn.Module], inputs: Callable[[], Given], **how: Any) -> Promise:
+    """A module as a function of its inputs and of the parameters that it trains."""
+
+    def given() -> Given:
+        module = make().to(DEVICE)
+        trained = {n: draw(*p.shape) / 4 for n, p in module.named_parameters() if p.requires_grad}
+        return {"module": module, **inputs(), **trained}
+
+    return Promise(_call, given, **how)
+
+
+def _with(module: Any, **attributes: Any) -> Any:
+    for name, value in attributes.items():
+        setattr(module, name, value)
+    return module
+
+
+def _experts() -> nn.GatedExperts:
+    return nn.GatedExperts(3, 64, 32)
+
+
+def _tokens() -> Given:
+    return {"x": draw(4, 64)}
+
+
+def _routed() -> Given:
+    return {"x": draw(4, 64), "expert_ids": _routing().expert_ids, "gates": torch.rand(4, 2, device=DEVICE)}
+
+
+def _packed_experts(active: str, **how: Any) -> Promise:
+    """Experts in 4 bits, and what reaches the products of them."""
+
+    def given() -> Given:
+        more = _given_experts()
+        packed = {name: kb.nf4_quantize(more.pop(name)) for name in ("gate_up", "down")}
+        return more | packed | {"active": active}
+
+    return Promise(nn.gated_experts, given, **how)
+
+
+def _float8(w: torch.Tensor) -> nn.Float8Tensor:
+    return nn.Float8Tensor(w.to(torch.float8_e4m3fn), torch.ones(3, 1, 1, device=DEVICE))
+
+
+def _float8_experts() -> Given:
+    more = _given_experts()
+    return more | {name: _float8(more[name]) for name in ("gate_up", "down")}
+
+
+def _same_bits_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    with kb.same_bits():
+        return nn.linear(x, weight, bias)
+
+
+MODULES = {
+    "LayerNorm": _module(lambda: nn.LayerNorm(32), lambda: {"x": draw(4, 32)}),
+    "RMSNorm": _module(lambda: nn.RMSNorm(32), lambda: {"x": draw(4, 32), "residual": draw(4, 32)}),
+    "SparseLinear": _module(lambda: _with(nn.SparseLinear(32, 48, chunk_size=16), active_chunks=ids(2, 0)), lambda: {"x": draw(4, 32)}),
+    "SparseLinear, compact": _module(
+        lambda: _with(nn.SparseLinear(32, 48, chunk_size=16, compact_gradient=True), active_chunks=ids(2, 0)),
+        lambda: {"x": draw(4, 32)},
+    ),
+    "SparseFFN": _module(
+        lambda: _with(nn.SparseFFN(32, 9, gated=True, bias=True, activation="silu"), neurons=ids(1, 7, 4)), lambda: {"x": draw(4, 32)},
+    ),
+    "SameBitsLinear": _module(lambda: nn.SameBitsLinear(32, 24), lambda: {"x": draw(4, 32)}),
+    "linear": Promise(_same_bits_linear, lambda: {"x": draw(4, 32), "weight": draw(24, 32), "bias": draw(24)}),
+    "ClampedSwiGLU": Promise(lambda h: nn.ClampedSwiGLU()(h), lambda: {"h": draw(4, 32)}),
+    "swiglu": Promise(swiglu, lambda: {"h": draw(4, 32)}),
+    "compact_sparse_linear": Promise(
+        nn.compact_sparse_linear,
+        lambda: {
+            "x": draw(4, 32), "weight": draw(48, 32), "bias": draw(48), "active_chunks": ids(2, 0), "chunk_size": 16,
+            "mode": "sparse_dw_dx",
+        },
+    ),
+    "load_balancing_loss": Promise(
+        nn.load_balancing_loss, lambda: {"probabilities": torch.rand(4, 3, device=DEVICE), "expert_ids": _routing().expert_ids}
+    ),
+    "NF4Linear": _module(lambda: nn.NF4Linear(64, 32), _tokens),
+    "NF4Linear with LoRA": _module(lambda: nn.NF4Linear(64, 32).add_lora(2), _tokens),
+    "GatedExperts": _module(_experts, _routed),
+    "GatedExperts with LoRA": _module(lambda: _experts().add_lora(2), _routed),
+    "GatedExperts in 4 bits": _module(lambda: _experts().quantize(), _routed),
+    "GatedExperts in 4 bits with LoRA": _module(lambda: _with(_experts().quantize().add_lora(2), active="all"), _routed),
+    "MoELayer": _module(lambda: nn.MoELayer(3, 64, 32, slots=2), _tokens),
+    "gated_experts, bound": _packed_experts("bound"),
+    "gated_experts, count": _packed_experts("count"),
+    "gated_experts in float8": Promise(nn.gated_experts, _float8_experts),
+    "GPT": _module(
+        lambda: nn.GPT(nn.GPTConfig(11, context=8, width=32, heads=2, depth=1, chunk_size=16)), lambda: {"tokens": ids(1, 5, 3, 0)[None]}
+    ),
+}  # fmt: skip

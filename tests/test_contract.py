@@ -2,23 +2,26 @@
 autocast, gradients, meta tensors. What is particular to a function stands in the tests of its room.
 """
 
+import contextlib
+import copy
 import dataclasses
 import enum
 import functools
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from promises import DEVICE, PROMISES, Given, Promise, draw, ids
+from promises import DEVICE, MODULES, PROMISES, Given, Promise, draw, ids
 from tensors import far_apart
 from tiny_models import tiny_model
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.checkpoint import checkpoint
 
 import kernelbook as kb
 from kernelbook import nn, runtime
@@ -52,17 +55,29 @@ def _tensors(result: Any, given: Given) -> list[torch.Tensor]:
     return found or [given["k_pages"], given["v_pages"]]
 
 
-def _with_gradients(promise: Promise, given: Given) -> list[torch.Tensor]:
-    """Results and gradients."""
+def _weights(result: torch.Tensor) -> torch.Tensor:
+    return torch.linspace(-1, 1, result.numel(), dtype=torch.float64, device=DEVICE).to(result).view(result.shape)
+
+
+def _with_gradients(
+    promise: Promise,
+    given: Given,
+    *,
+    call: Callable[[Given], Any] | None = None,
+    weigh: Callable[[torch.Tensor], torch.Tensor] = _weights,
+    times: int = 1,
+) -> list[torch.Tensor]:
+    """Results and gradients, dense: of the promise's ``call``, or of another; as many ``times`` in one graph."""
     names = _leaves(promise, given)
     given = given | {n: given[n].detach().requires_grad_() for n in names}
-    results = _tensors(promise.call(given), given)
+    results = _tensors((call or promise.call)(given), given)
     if not names:
         return results
     wanted = [r for r in results if r.requires_grad]
-    weights = [torch.linspace(-1, 1, r.numel(), device=DEVICE).to(r).view(r.shape) for r in wanted]
-    grads = torch.autograd.grad(wanted, [given[n] for n in names], weights)
-    return [*(r.detach() for r in results), *grads]
+    for n in range(times):
+        torch.autograd.backward(wanted, [weigh(r) for r in wanted], retain_graph=n + 1 < times)
+    grads = [given[n].grad / times for n in names]
+    return [*(r.detach() for r in results), *(g.to_dense() if g.is_sparse else g for g in grads)]
 
 
 def _equal(found: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float = 2e-5) -> None:
@@ -302,6 +317,128 @@ def test_a_result_can_be_changed_in_place(name: str) -> None:
     y += 1.0  # as models add their residual
     y.sum().backward()
     assert all(given[n].grad is not None and torch.isfinite(given[n].grad).all() for n in names)
+
+
+# --- ways to a backward pass ------------------------------------------------------------------------------------------
+
+CALLS = PROMISES | MODULES
+_differentiable = pytest.mark.parametrize("name", [n for n, p in CALLS.items() if p.grads != ()])
+
+
+def _checkpointed(promise: Promise, given: Given, reentrant: bool) -> list[torch.Tensor]:
+    def call(given: Given) -> Any:
+        names = [n for n, v in given.items() if isinstance(v, torch.Tensor)]
+        return checkpoint(
+            lambda *t: promise.call(given | dict(zip(names, t, strict=True))),
+            *(given[n] for n in names),
+            use_reentrant=reentrant,
+        )
+
+    return _with_gradients(promise, given, call=call)
+
+
+def _saved(promise: Promise, given: Given, context: contextlib.AbstractContextManager[Any]) -> list[torch.Tensor]:
+    def call(given: Given) -> Any:
+        with context:
+            return promise.call(given)
+
+    return _with_gradients(promise, given, call=call)
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _by_default(promise: Promise, given: Given, dtype: torch.dtype) -> list[torch.Tensor]:
+    with _default_dtype(dtype):
+        return _with_gradients(promise, given)
+
+
+def _spread(promise: Promise, given: Given) -> list[torch.Tensor]:
+    """Checks gradients of a sum, of which each element is the same one in memory."""
+    ones = _with_gradients(promise, _copied(given), weigh=torch.ones_like)
+    _equal(_with_gradients(promise, _copied(given), weigh=lambda r: r.new_ones(()).expand(r.shape)), ones)
+    return _with_gradients(promise, given)
+
+
+WAYS: dict[str, Callable[[Promise, Given], list[torch.Tensor]]] = {
+    "checkpoint": lambda promise, given: _checkpointed(promise, given, False),
+    "reentrant checkpoint": lambda promise, given: _checkpointed(promise, given, True),
+    "save_on_cpu": lambda promise, given: _saved(promise, given, torch.autograd.graph.save_on_cpu()),
+    "hooks": lambda promise, given: _saved(
+        promise, given, torch.autograd.graph.saved_tensors_hooks(lambda t: [t.clone()], lambda kept: kept.pop())
+    ),
+    "twice": lambda promise, given: _with_gradients(promise, given, times=2),
+    "a gradient of no memory": _spread,
+    "float64 by default": lambda promise, given: _by_default(promise, given, torch.float64),
+    "bfloat16 by default": lambda promise, given: _by_default(promise, given, torch.bfloat16),
+}
+
+
+@_differentiable
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_are_the_same_in_any_way(name: str, way: str) -> None:
+    promise = CALLS[name]
+    given = promise.given()
+    _equal(WAYS[way](promise, _copied(given)), _with_gradients(promise, _copied(given)), 1e-6)
+
+
+def _memory(value: Any) -> list[torch.Tensor]:
+    """The tensors of an argument that somebody may change."""
+    if isinstance(value, kb.NF4Tensor):
+        return [value.packed, value.absmax]
+    if isinstance(value, nn.Float8Tensor):
+        return [value.scale]
+    return [t for t in tree_leaves(value) if isinstance(t, torch.Tensor)]
+
+
+@_differentiable
+def test_what_is_changed_before_the_backward_pass_is_an_error(name: str) -> None:
+    """Or makes no difference to it."""
+    promise = CALLS[name]
+    given = promise.given()
+    names = _leaves(promise, given)
+    expected = _with_gradients(promise, _copied(given))[-len(names) :]
+    for changed in given:
+        fresh = copy.deepcopy(given)
+        leaves = {n: fresh[n].requires_grad_() for n in names}
+        fresh |= {n: leaf.clone() for n, leaf in leaves.items()}
+        wanted = [r for r in _tensors(promise.call(fresh), fresh) if r.requires_grad]
+        for tensor in _memory(fresh[changed]):
+            tensor.detach().zero_()
+        try:
+            torch.autograd.backward(wanted, [_weights(r) for r in wanted])
+        except RuntimeError as error:
+            assert "modified by an inplace operation" in str(error)
+        else:
+            grads = [leaves[n].grad for n in names]
+            _equal([g.to_dense() if g.is_sparse else g for g in grads], expected)
+
+
+@_differentiable
+def test_gradients_of_many_vectors_are_right_or_refused(name: str) -> None:
+    promise = CALLS[name]
+    given = promise.given()
+    names = _leaves(promise, given)
+    leaves = [given[n].requires_grad_() for n in names]
+    y = next(r for r in _tensors(promise.call(given), given) if r.requires_grad)
+    vectors = torch.stack([_weights(y), torch.ones_like(y)])
+
+    def gradients(vectors: torch.Tensor, batched: bool) -> list[torch.Tensor]:
+        return list(torch.autograd.grad(y, leaves, vectors, retain_graph=True, is_grads_batched=batched))
+
+    try:
+        found = gradients(vectors, True)
+    except NotImplementedError as error:
+        assert "must be" in str(error)
+    else:
+        _equal(found, [torch.stack(pair) for pair in zip(*(gradients(v, False) for v in vectors), strict=True)])
 
 
 # --- numbers --------------------------------------------------------------------------------------------------------
