@@ -28,6 +28,7 @@ __all__ = [
 _dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 _transform, _trace = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
 _profiling = torch._C._autograd._profiler_enabled
+_is_batched = torch._C._functorch.is_legacy_batchedtensor  # by autograd's is_grads_batched, of which no transform tells
 
 
 class _OfThread(threading.local):
@@ -53,14 +54,15 @@ def is_observed() -> bool:
 def observed(*tensors: torch.Tensor | None) -> bool:
     """Whether a call is left to its operator: somebody observes it, or an argument is no ordinary dense tensor with data.
 
-    PyTorch's dispatcher knows what to do for tensors of another class, on the meta device, and negated ones.
+    PyTorch's dispatcher knows what to do for tensors of another class, on the meta device, negated and batched ones.
     """
     if is_observed():
         return True
     for tensor in tensors:
         if tensor is not None and (
             type(tensor) not in PLAIN or tensor.is_meta or tensor.is_neg() or tensor.layout is not torch.strided
-        ):
+            or _is_batched(tensor)
+        ):  # fmt: skip
             return True
     return False
 

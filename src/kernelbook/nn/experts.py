@@ -23,6 +23,7 @@ from kernelbook.moe_lora import Routing, moe_lora, route
 from kernelbook.nf4 import NF4Tensor, nf4_dequantize
 from kernelbook.nn.swiglu import ClampedSwiGLU, swiglu
 from kernelbook.packed.products import decodes_on_the_way
+from kernelbook.tensors import check_versions, with_versions
 
 __all__ = [
     "ACTIVATIONS",
@@ -173,8 +174,8 @@ def _dequantize(weight: NF4Tensor | Float8Tensor, experts: torch.Tensor | None, 
 
 
 @contextlib.contextmanager
-def _made_again(w: torch.Tensor, make: Callable[[], torch.Tensor]) -> Iterator[None]:
-    """Autograd keeps nothing of ``w`` within the context: it is made again."""
+def _made_again(w: torch.Tensor, make: Callable[[], torch.Tensor], *sources: torch.Tensor | None) -> Iterator[None]:
+    """Autograd keeps nothing of ``w`` within the context: it is made again, from the same ``sources``."""
     if torch.compiler.is_compiling():
         yield
         return
@@ -182,7 +183,8 @@ def _made_again(w: torch.Tensor, make: Callable[[], torch.Tensor]) -> Iterator[N
     # Hooks do not stack: the rest goes to those that were there, such as those
     # of activation checkpointing.
     outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    keep, give = outer if outer is not None else (lambda t: t, lambda t: t)
+    keep, give = outer if outer is not None else (with_versions, _unchanged)
+    kept_sources = with_versions(*sources)
 
     def pack(tensor: torch.Tensor) -> Any:
         if tensor.untyped_storage()._cdata == storage:
@@ -192,6 +194,7 @@ def _made_again(w: torch.Tensor, make: Callable[[], torch.Tensor]) -> Iterator[N
     def unpack(packed: Any) -> torch.Tensor:
         if isinstance(packed, _Kept):
             return give(packed.value)
+        check_versions(kept_sources)
         return make().as_strided(*packed)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
@@ -200,6 +203,13 @@ def _made_again(w: torch.Tensor, make: Callable[[], torch.Tensor]) -> Iterator[N
 
 class _Kept(NamedTuple):
     value: Any
+
+
+def _unchanged(kept: Any) -> torch.Tensor:
+    """What PyTorch does without hooks, and leaves to those that there are."""
+    check_versions(kept)
+    [(tensor, _)] = kept
+    return tensor  # type: ignore[no-any-return]
 
 
 # --- the activation -------------------------------------------------------------------------------------------------
@@ -375,7 +385,8 @@ def _product(
             return _dequantize(compressed, chosen, rows.dtype)
 
         w = make()
-        context = _made_again(w, make) if torch.is_grad_enabled() else contextlib.nullcontext()
+        parts = (part for part in vars(weight).values() if isinstance(part, torch.Tensor))
+        context = _made_again(w, make, chosen, *parts) if torch.is_grad_enabled() else contextlib.nullcontext()
     w = w if transposed else w.transpose(1, 2)
     with context:
         return moe_lora(rows, w, a, b, routing, scaling=scaling, bias=bias, **how)
