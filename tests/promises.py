@@ -133,15 +133,15 @@ PROMISES = {
     ),
     "nf4_quantize": Promise(lambda w: _parts(kb.nf4_quantize(w)), lambda: {"w": draw(3, 64)}, rows="w", grads=()),
     "nf4_dequantize": Promise(
-        kb.nf4_dequantize, lambda: {"q": _packed(), "experts": ids(2, 0)}, rows="experts", grads=(), but=("strides",)
+        kb.nf4_dequantize, lambda: {"q": _packed(), "experts": ids(2, 0)}, rows="experts", grads=(), but=("strides", "forward mode")
     ),
-    "fp4_quantize": Promise(lambda w: _parts(kb.fp4_quantize(w)), lambda: {"w": draw(3, 64)}, rows="w", grads=(), but=("opcheck",)),
+    "fp4_quantize": Promise(lambda w: _parts(kb.fp4_quantize(w)), lambda: {"w": draw(3, 64)}, rows="w", grads=(), but=("opcheck", "forward mode")),
     "fp4_tensor": Promise(
         lambda packed, scales, dtype: _parts(kb.fp4_tensor(packed, scales, dtype=dtype)),
         lambda: {
             "packed": ids(*range(64)).byte().view(2, 32), "scales": ids(127, 126, 125, 0).byte().view(2, 2), "dtype": torch.float32,
         },
-        rows="", grads=(), but=("opcheck", "bad input"),  # no operator; of two that do not fit the first is named
+        rows="", grads=(), but=("opcheck", "bad input", "forward mode"),  # no operator; of two that do not fit the first is named
     ),
     "nf4_matmul": Promise(
         kb.nf4_matmul, lambda: {"x": draw(4, 64), "q": _packed(), "expert": 1}, but=("gradcheck",)  # no float64
@@ -199,7 +199,7 @@ PROMISES = {
     ),
     "route": Promise(
         lambda expert_ids, num_experts: kb.route(expert_ids, num_experts).lists[:17],
-        lambda: {"expert_ids": _routing().expert_ids, "num_experts": 3}, rows="", grads=(),
+        lambda: {"expert_ids": _routing().expert_ids, "num_experts": 3}, rows="", grads=(), but=("forward mode",),
     ),
     "gated_experts": Promise(nn.gated_experts, _given_experts, rows=""),
 }  # fmt: skip
@@ -297,7 +297,8 @@ MODULES = {
         },
     ),
     "load_balancing_loss": Promise(
-        nn.load_balancing_loss, lambda: {"probabilities": torch.rand(4, 3, device=DEVICE), "expert_ids": _routing().expert_ids}
+        nn.load_balancing_loss, lambda: {"probabilities": torch.rand(4, 3, device=DEVICE), "expert_ids": _routing().expert_ids},
+        but=("forward mode",),  # which is PyTorch's
     ),
     "NF4Linear": _module(lambda: nn.NF4Linear(64, 32), _tokens),
     "NF4Linear with LoRA": _module(lambda: nn.NF4Linear(64, 32).add_lora(2), _tokens),

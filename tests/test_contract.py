@@ -19,6 +19,7 @@ from promises import DEVICE, MODULES, PROMISES, Given, Promise, draw, ids
 from tensors import far_apart
 from tiny_models import tiny_model
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
@@ -28,6 +29,9 @@ from kernelbook import nn, runtime
 from kernelbook.interop import transformers as interop
 from kernelbook.train import ChunkAdamW, TrainConfig
 from kernelbook.train.chunks import chunk_norms
+
+
+CALLS = PROMISES | MODULES
 
 
 def _that(has: str, *, gradients: bool = False) -> Any:
@@ -237,11 +241,33 @@ def test_meta_tensors_have_the_shapes_of_results(name: str) -> None:
         assert ours.is_meta and ours.shape == real.shape and ours.dtype == real.dtype
 
 
-@_that("forward mode", gradients=True)
-def test_forward_mode_is_refused_not_left_out(name: str) -> None:
-    promise = PROMISES[name]
+@pytest.mark.parametrize("name", CALLS)
+def test_a_trace_of_fake_tensors_computes_the_same(name: str) -> None:
+    promise = CALLS[name]
     given = promise.given()
-    first = _leaves(promise, given)[0]
+    names = [n for n, v in given.items() if isinstance(v, torch.Tensor)]
+    fresh = _copied(given)
+    expected = _tensors(promise.call(fresh), fresh)
+
+    def call(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        fresh = given | dict(zip(names, tensors, strict=True))
+        return _tensors(promise.call(fresh), fresh)
+
+    trace = make_fx(call, tracing_mode="fake", _allow_non_fake_inputs=True)
+    try:
+        traced = trace(*(given[n] for n in names))
+    except ValueError as error:
+        assert "active must be 'auto', 'all' or 'bound' where the host cannot read the ids" in str(error)
+        assert given["active"] == "count"
+    else:
+        _equal(traced(*(_copied(given)[n] for n in names)), expected, 1e-6)
+
+
+@pytest.mark.parametrize("name", [n for n in CALLS if "forward mode" not in CALLS[n].but])
+def test_forward_mode_is_refused_not_left_out(name: str) -> None:
+    promise = CALLS[name]
+    given = promise.given()
+    first = _floats(given)[0]
     call = lambda x: _tensors(promise.call(given | {first: x}), given)[0]  # noqa: E731
     x = given[first]
     with pytest.raises(NotImplementedError, match=r"must be differentiated by torch\.autograd"):
@@ -321,7 +347,6 @@ def test_a_result_can_be_changed_in_place(name: str) -> None:
 
 # --- ways to a backward pass ------------------------------------------------------------------------------------------
 
-CALLS = PROMISES | MODULES
 _differentiable = pytest.mark.parametrize("name", [n for n, p in CALLS.items() if p.grads != ()])
 
 

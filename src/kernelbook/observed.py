@@ -15,8 +15,10 @@ from kernelbook.memory import PLAIN
 __all__ = [
     "are_tensors",
     "form",
+    "has_values",
     "in_mode_of_forward",
     "is_aligned",
+    "is_batched",
     "is_observed",
     "is_transformed",
     "keep_mode",
@@ -28,7 +30,8 @@ __all__ = [
 _dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 _transform, _trace = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
 _profiling = torch._C._autograd._profiler_enabled
-_is_batched = torch._C._functorch.is_legacy_batchedtensor  # by autograd's is_grads_batched, of which no transform tells
+_mode, _TRACES = torch._C._get_dispatch_mode, [getattr(torch._C._TorchDispatchModeKey, n) for n in ("FAKE", "PROXY")]
+is_batched = torch._C._functorch.is_legacy_batchedtensor  # by autograd's is_grads_batched, of which no transform tells
 
 
 class _OfThread(threading.local):
@@ -61,10 +64,16 @@ def observed(*tensors: torch.Tensor | None) -> bool:
     for tensor in tensors:
         if tensor is not None and (
             type(tensor) not in PLAIN or tensor.is_meta or tensor.is_neg() or tensor.layout is not torch.strided
-            or _is_batched(tensor)
+            or is_batched(tensor)
         ):  # fmt: skip
             return True
     return False
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """Whether the host can read what is in a tensor: not on the meta device, of fake ones, and while a graph is traced."""
+    traced = any(_mode(kind) is not None for kind in _TRACES)
+    return not (tensor.is_meta or traced or hasattr(tensor, "fake_mode"))
 
 
 def are_tensors(*given: object) -> bool:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from kernelbook import arguments  # before Triton, which it sets up
+from kernelbook import arguments, observed  # before Triton, which it sets up
 from kernelbook.moe_lora import Routing, moe_lora, route
 from kernelbook.nf4 import NF4Tensor, nf4_dequantize
 from kernelbook.nn.swiglu import ClampedSwiGLU, swiglu
@@ -35,6 +35,7 @@ __all__ = [
 ]
 
 ACTIVE = ("auto", "all", "bound", "count")
+_COUNT = "choose_experts: active must be 'auto', 'all' or 'bound' where the host cannot read the ids"
 NEARLY_ALL = 0.9  # with "count": a larger share of the experts than this is not worth a selection
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -131,7 +132,8 @@ def choose_experts(
 
     ``"all"``: every expert; nothing is computed. ``"bound"``: one place for each (token, slot) pair, in the pairs' order; no
     batch needs more, and the host needs to know nothing. An expert that two pairs name becomes dense twice. ``"count"``:
-    each expert that is used, once; the host **waits for the device** to learn how many these are. ``"auto"``: ``"bound"``
+    each expert that is used, once; the host **waits for the device** to learn how many these are, so that a compiler breaks
+    its graph here. ``"auto"``: ``"bound"``
     where that is at most half of the experts, else ``"all"``: it never waits.
 
     Args:
@@ -142,6 +144,10 @@ def choose_experts(
     Returns:
         ``experts``, (A,) ids in [0, E), or ``None`` for all; and ``expert_ids`` renamed: ``i`` stands for ``experts[i]``
         and ``A`` for a slot to skip.
+
+    Raises:
+        ValueError: ``active`` is no such word, or ``"count"`` where the host cannot read the ids: of fake and meta tensors, and
+            while a graph is traced (``torch.export``, ``make_fx``; ``torch.compile(fullgraph=True)`` has an error of its own).
     """
     arguments.check_choice("choose_experts", "active", active, ACTIVE)
     pairs = expert_ids.numel()
@@ -158,6 +164,10 @@ def choose_experts(
     used = torch.zeros(num_experts + 1, dtype=torch.int32, device=ids.device)
     used.scatter_(0, ids.long(), 1)
     used = used[:num_experts]
+    if torch.compiler.is_dynamo_compiling():
+        torch._dynamo.graph_break(msg=_COUNT)
+    elif not observed.has_values(used):
+        raise ValueError(f"{_COUNT}, got 'count'")
     size = int(used.sum())  # the wait
     if size > NEARLY_ALL * num_experts:
         return None, expert_ids
