@@ -43,7 +43,7 @@ class Promise:
 
     function: Callable[..., Any]
     given: Callable[[], Given]  # in float32
-    rows: str = "x"  # the argument whose first dimension may be empty
+    rows: str = "x"  # the arguments whose first dimension may be empty, all of them at once
     but: tuple[str, ...] = ()  # the properties that it has not, or that have a test of their own
     op: str = ""  # what messages call it
     grads: tuple[str, ...] | None = None  # the arguments that have gradients; by default all that are floating point
@@ -56,7 +56,7 @@ PROMISES = {
     "layer_norm": Promise(kb.layer_norm, lambda: {"x": draw(4, 32), "weight": draw(32), "bias": draw(32)}),
     "rms_norm": Promise(kb.rms_norm, lambda: {"x": draw(4, 32), "weight": draw(32)}),
     "rms_norm of a sum": Promise(
-        kb.rms_norm, lambda: {"x": draw(4, 32), "weight": draw(32), "residual": draw(4, 32)}, but=("empty",)
+        kb.rms_norm, lambda: {"x": draw(4, 32), "weight": draw(32), "residual": draw(4, 32)}, rows="x residual",
     ),
     "sparse_linear": Promise(
         kb.sparse_linear,
@@ -74,7 +74,7 @@ PROMISES = {
     "sparse_dw": Promise(
         kb.sparse_dw,
         lambda: {"x": draw(4, 32), "dy": draw(4, 48), "active_chunks": ids(2, 0), "chunk_size": 16},
-        but=("empty",),
+        rows="x dy", op="sparse_dw",
     ),
     "sparse_dx": Promise(
         kb.sparse_dx,
@@ -86,12 +86,12 @@ PROMISES = {
         lambda: {
             "x": draw(4, 32), "weight": draw(48, 32), "dy": draw(4, 48), "active_chunks": ids(2, 0), "chunk_size": 16,
         },
-        rows="", grads=(),
+        rows="x dy", grads=(),
     ),
     "flash_attention": Promise(
         kb.flash_attention,
         lambda: {"q": draw(2, 4, 20, 16), "k": draw(2, 2, 20, 16), "v": draw(2, 2, 20, 16), "causal": True},
-        rows="", but=("in place",),
+        rows="q k v", but=("in place",),
     ),
     "attention with sinks": Promise(
         kb.flash_attention,
@@ -99,11 +99,11 @@ PROMISES = {
             "q": draw(2, 4, 20, 16), "k": draw(2, 2, 20, 16), "v": draw(2, 2, 20, 16), "causal": True, "window": 7,
             "sinks": draw(4), "softcap": 2.0,
         },
-        rows="", but=("in place",), op="flash_attention",
+        rows="q k v", but=("in place",), op="flash_attention",
     ),
     "decoding": Promise(
         kb.flash_attention, lambda: {"q": draw(2, 4, 1, 16), "k": draw(2, 2, 20, 16), "v": draw(2, 2, 20, 16)},
-        rows="", but=("in place",), op="flash_attention",
+        rows="q k v", but=("in place",), op="flash_attention",
     ),
     "paged_attention": Promise(
         kb.paged_attention,
@@ -111,7 +111,7 @@ PROMISES = {
             "q": draw(1, 4, 1, 16), "k_pages": draw(4, 2, 16, 16), "v_pages": draw(4, 2, 16, 16),
             "block_table": ids(3, 1)[None], "lengths": ids(20),
         },
-        rows="", grads=(),
+        rows="q block_table lengths", grads=(),
     ),
     "append_to_pages": Promise(
         kb.append_to_pages,
@@ -119,7 +119,7 @@ PROMISES = {
             "k": draw(1, 2, 1, 16), "v": draw(1, 2, 1, 16), "k_pages": draw(4, 2, 16, 16),
             "v_pages": draw(4, 2, 16, 16), "block_table": ids(3, 1)[None], "lengths": ids(20),
         },
-        rows="", grads=(),
+        rows="", grads=(), but=("empty",),  # pages stay as they are
     ),
     "gather_matmul": Promise(
         kb.gather_matmul, lambda: {"x": draw(4, 32), "weight": draw(9, 32), "rows": ids(1, 7, 4), "activation": "silu"}
@@ -141,7 +141,7 @@ PROMISES = {
         lambda: {
             "packed": ids(*range(64)).byte().view(2, 32), "scales": ids(127, 126, 125, 0).byte().view(2, 2), "dtype": torch.float32,
         },
-        rows="", grads=(), but=("opcheck", "bad input", "forward mode"),  # no operator; of two that do not fit the first is named
+        rows="packed scales", grads=(), but=("opcheck", "bad input", "forward mode"),  # no operator; of two that do not fit the first is named
     ),
     "nf4_matmul": Promise(
         kb.nf4_matmul, lambda: {"x": draw(4, 64), "q": _packed(), "expert": 1}, but=("gradcheck",)  # no float64
@@ -154,7 +154,7 @@ PROMISES = {
     "sparse_dw, compact": Promise(
         kb.sparse_dw,
         lambda: {"x": draw(4, 32), "dy": draw(4, 48), "active_chunks": ids(2, 0), "chunk_size": 16, "compact": True},
-        but=("empty",),
+        rows="x dy", op="sparse_dw",
     ),
     "sparse_forward, compact": Promise(
         kb.sparse_forward,
@@ -169,7 +169,6 @@ PROMISES = {
             "x": draw(4, 32), "w_up": draw(9, 32), "w_down": draw(9, 24), "neurons": ids(1, 7, 4), "b_up": draw(9),
             "b_down": draw(24), "activation": "gelu",
         },
-        but=("empty",),
     ),
     "moe_lora, in order of experts": Promise(
         kb.moe_lora,
@@ -177,10 +176,10 @@ PROMISES = {
             "x": draw(8, 32), "w": draw(3, 32, 24), "lora_a": draw(3, 2, 32), "lora_b": draw(3, 24, 2),
             "routing": _routing(), "grouped_in": True, "grouped_out": True, "strategy": "fused", "scaling": 0.5,
         },
-        rows="",
+        rows="x routing",
     ),
     "scatter2scatter": Promise(
-        kb.scatter2scatter, lambda: {"x": draw(4, 32), "w": draw(3, 32, 24), "routing": _routing()}, rows=""
+        kb.scatter2scatter, lambda: {"x": draw(4, 32), "w": draw(3, 32, 24), "routing": _routing()}, rows="x routing"
     ),
     "moe_lora": Promise(
         kb.moe_lora,
@@ -188,20 +187,20 @@ PROMISES = {
             "x": draw(4, 32), "w": draw(3, 32, 24), "lora_a": draw(3, 2, 32), "lora_b": draw(3, 24, 2),
             "routing": _routing(), "bias": draw(3, 24), "gates": torch.rand(4, 2, device=DEVICE),
         },
-        rows="",
+        rows="x routing gates",
     ),
     "moe_lora in 4 bits": Promise(
         kb.moe_lora,
         lambda: {
             "x": draw(4, 64), "w": _packed(), "lora_a": draw(3, 2, 64), "lora_b": draw(3, 32, 2), "routing": _routing(),
         },
-        rows="",
+        rows="x routing",
     ),
     "route": Promise(
         lambda expert_ids, num_experts: kb.route(expert_ids, num_experts).lists[:17],
-        lambda: {"expert_ids": _routing().expert_ids, "num_experts": 3}, rows="", grads=(), but=("forward mode",),
+        lambda: {"expert_ids": _routing().expert_ids, "num_experts": 3}, rows="expert_ids", op="route", grads=(), but=("forward mode",),
     ),
-    "gated_experts": Promise(nn.gated_experts, _given_experts, rows=""),
+    "gated_experts": Promise(nn.gated_experts, _given_experts, rows="x expert_ids gates"),
 }  # fmt: skip
 
 
