@@ -15,7 +15,11 @@ DEVICE = runtime.DEVICE
 
 
 def draw(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, device=DEVICE)
+    return torch.randn(shape, dtype=torch.float32, device=DEVICE)
+
+
+def shares(*shape: int) -> torch.Tensor:
+    return torch.rand(shape, dtype=torch.float32, device=DEVICE)
 
 
 def ids(*values: int) -> torch.Tensor:
@@ -33,7 +37,7 @@ def _packed() -> kb.NF4Tensor:
 def _given_experts() -> Given:
     return {
         "x": draw(4, 64), "gate_up": draw(3, 64, 64) / 8, "down": draw(3, 64, 32) / 8,
-        "expert_ids": _routing().expert_ids, "gates": torch.rand(4, 2, device=DEVICE),
+        "expert_ids": _routing().expert_ids, "gates": shares(4, 2),
     }  # fmt: skip
 
 
@@ -185,7 +189,7 @@ PROMISES = {
         kb.moe_lora,
         lambda: {
             "x": draw(4, 32), "w": draw(3, 32, 24), "lora_a": draw(3, 2, 32), "lora_b": draw(3, 24, 2),
-            "routing": _routing(), "bias": draw(3, 24), "gates": torch.rand(4, 2, device=DEVICE),
+            "routing": _routing(), "bias": draw(3, 24), "gates": shares(4, 2),
         },
         rows="x routing gates",
     ),
@@ -245,7 +249,7 @@ def _tokens() -> Given:
 
 
 def _routed() -> Given:
-    return {"x": draw(4, 64), "expert_ids": _routing().expert_ids, "gates": torch.rand(4, 2, device=DEVICE)}
+    return {"x": draw(4, 64), "expert_ids": _routing().expert_ids, "gates": shares(4, 2)}
 
 
 def _packed_experts(active: str, **how: Any) -> Promise:
@@ -296,7 +300,7 @@ MODULES = {
         },
     ),
     "load_balancing_loss": Promise(
-        nn.load_balancing_loss, lambda: {"probabilities": torch.rand(4, 3, device=DEVICE), "expert_ids": _routing().expert_ids},
+        nn.load_balancing_loss, lambda: {"probabilities": shares(4, 3), "expert_ids": _routing().expert_ids},
         but=("forward mode",),  # which is PyTorch's
     ),
     "NF4Linear": _module(lambda: nn.NF4Linear(64, 32), _tokens),

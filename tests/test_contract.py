@@ -9,6 +9,7 @@ import enum
 import functools
 import inspect
 import re
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -29,7 +30,6 @@ from kernelbook import nn, runtime
 from kernelbook.interop import transformers as interop
 from kernelbook.train import ChunkAdamW, TrainConfig
 from kernelbook.train.chunks import chunk_norms
-
 
 CALLS = PROMISES | MODULES
 
@@ -168,6 +168,24 @@ def test_what_is_no_such_tensor_is_named(name: str) -> None:
                 promise.call(promise.given() | {n: other})
 
 
+@pytest.mark.parametrize("name", [n for n in CALLS if "forward mode" not in CALLS[n].but and n != "GPT"])
+def test_integers_are_refused(name: str) -> None:
+    promise = CALLS[name]
+    given = promise.given()
+    first = _floats(given)[0]
+    with pytest.raises((TypeError, RuntimeError)):
+        promise.call(given | {first: given[first].int()})
+
+
+def test_every_public_function_and_module_is_asked() -> None:
+    called = {promise.op or name.split()[0].strip(",") for name, promise in CALLS.items()}
+    public = [n for m in (kb, nn) for n in m.__all__ if isinstance(getattr(m, n), types.FunctionType)]
+    public += [
+        n for n in nn.__all__ if isinstance(getattr(nn, n), type) and issubclass(getattr(nn, n), torch.nn.Module)
+    ]
+    assert set(public) - called == {"same_bits", "swap"}
+
+
 # --- compilers, modes, other tensors ----------------------------------------------------------------------------------
 
 
@@ -228,6 +246,28 @@ def test_compiles_to_one_graph(name: str, dynamic: bool) -> None:
     for more in shapes:
         found, expected = (_with_gradients(way, _copied(given | more)) for way in ways)
         _equal(found, expected, 1e-5)
+
+
+def test_experts_are_not_counted_where_ids_cannot_be_read() -> None:
+    promise = CALLS["gated_experts, count"]
+    given = promise.given()
+    x, expert_ids, others = given.pop("x"), given.pop("expert_ids"), given
+
+    class Experts(torch.nn.Module):
+        def forward(self, x: torch.Tensor, expert_ids: torch.Tensor) -> Any:
+            return nn.gated_experts(x, expert_ids=expert_ids, **others)
+
+    said = "active must be 'auto', 'all' or 'bound' where the host cannot read the ids"
+    torch.compiler.reset()
+    _equal([torch.compile(Experts(), backend="eager")(x, expert_ids)], [Experts()(x, expert_ids)])
+    torch.compiler.reset()
+    with pytest.raises(RuntimeError, match=said):
+        torch.compile(Experts(), backend="eager", fullgraph=True)(x, expert_ids)
+    for strict in (False, True):
+        with pytest.raises((ValueError, RuntimeError), match=said):
+            torch.export.export(Experts(), (x, expert_ids), strict=strict)
+    with pytest.raises(ValueError, match=said):
+        nn.experts.choose_experts(expert_ids.to("meta"), 3, "count")
 
 
 @_that("meta")
@@ -375,21 +415,6 @@ def _saved(promise: Promise, given: Given, context: contextlib.AbstractContextMa
     return _with_gradients(promise, given, call=call)
 
 
-@contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-def _by_default(promise: Promise, given: Given, dtype: torch.dtype) -> list[torch.Tensor]:
-    with _default_dtype(dtype):
-        return _with_gradients(promise, given)
-
-
 def _spread(promise: Promise, given: Given) -> list[torch.Tensor]:
     """Checks gradients of a sum, of which each element is the same one in memory."""
     ones = _with_gradients(promise, _copied(given), weigh=torch.ones_like)
@@ -406,8 +431,6 @@ WAYS: dict[str, Callable[[Promise, Given], list[torch.Tensor]]] = {
     ),
     "twice": lambda promise, given: _with_gradients(promise, given, times=2),
     "a gradient of no memory": _spread,
-    "float64 by default": lambda promise, given: _by_default(promise, given, torch.float64),
-    "bfloat16 by default": lambda promise, given: _by_default(promise, given, torch.bfloat16),
 }
 
 
@@ -417,6 +440,31 @@ def test_gradients_are_the_same_in_any_way(name: str, way: str) -> None:
     promise = CALLS[name]
     given = promise.given()
     _equal(WAYS[way](promise, _copied(given)), _with_gradients(promise, _copied(given)), 1e-6)
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("dtype", (torch.float64, torch.bfloat16))
+def test_a_default_dtype_changes_nothing(name: str, dtype: torch.dtype) -> None:
+    promise = CALLS[name]
+    torch.manual_seed(0)
+    given = promise.given()
+    expected = _with_gradients(promise, _copied(given))
+    with _default_dtype(dtype):
+        if name in PROMISES:  # a module's parameters would be of that dtype
+            torch.manual_seed(0)
+            given = promise.given()
+        found = _with_gradients(promise, given)
+    _equal(found, expected, 1e-6)
 
 
 def _memory(value: Any) -> list[torch.Tensor]:
