@@ -132,9 +132,8 @@ def choose_experts(
 
     ``"all"``: every expert; nothing is computed. ``"bound"``: one place for each (token, slot) pair, in the pairs' order; no
     batch needs more, and the host needs to know nothing. An expert that two pairs name becomes dense twice. ``"count"``:
-    each expert that is used, once; the host **waits for the device** to learn how many these are, so that a compiler breaks
-    its graph here. ``"auto"``: ``"bound"``
-    where that is at most half of the experts, else ``"all"``: it never waits.
+    each expert that is used, once; the host **waits for the device** to learn how many these are, and a compiler breaks its
+    graph. ``"auto"``: ``"bound"`` where that is at most half of the experts, else ``"all"``: it never waits.
 
     Args:
         expert_ids: (T, k) int64 or int32; ``num_experts`` marks a slot to skip, and so does every id out of range.
@@ -146,8 +145,8 @@ def choose_experts(
         and ``A`` for a slot to skip.
 
     Raises:
-        ValueError: ``active`` is no such word, or ``"count"`` where the host cannot read the ids: of fake and meta tensors, and
-            while a graph is traced (``torch.export``, ``make_fx``; ``torch.compile(fullgraph=True)`` has an error of its own).
+        ValueError: ``active`` is no such word, or ``"count"`` where the host cannot read the ids: those of fake and meta
+            tensors, and while ``torch.export`` or ``make_fx`` traces. With ``torch.compile(fullgraph=True)`` Dynamo raises.
     """
     arguments.check_choice("choose_experts", "active", active, ACTIVE)
     pairs = expert_ids.numel()
