@@ -8,6 +8,7 @@ import torch
 
 import kernelbook as kb
 from kernelbook import nn, runtime
+from kernelbook.interop.rotary import rotate
 from kernelbook.nn.swiglu import swiglu
 
 Given = dict[str, Any]
@@ -248,7 +249,7 @@ def _tokens() -> Given:
     return {"x": draw(4, 64)}
 
 
-def _routed() -> Given:
+def routed() -> Given:
     return {"x": draw(4, 64), "expert_ids": _routing().expert_ids, "gates": shares(4, 2)}
 
 
@@ -291,6 +292,12 @@ MODULES = {
     "SameBitsLinear": _module(lambda: nn.SameBitsLinear(32, 24), lambda: {"x": draw(4, 32)}),
     "linear": Promise(_same_bits_linear, lambda: {"x": draw(4, 32), "weight": draw(24, 32), "bias": draw(24)}),
     "ClampedSwiGLU": Promise(lambda h: nn.ClampedSwiGLU()(h), lambda: {"h": draw(4, 32)}),
+    "rotate": Promise(
+        rotate,
+        lambda: {"q": draw(1, 2, 4, 16), "k": draw(1, 1, 4, 16), "cos": draw(1, 4, 16), "sin": draw(1, 4, 16)},
+        but=("forward mode",),  # transformers' own function is called then
+        grads=("q", "k"),
+    ),
     "swiglu": Promise(swiglu, lambda: {"h": draw(4, 32)}),
     "compact_sparse_linear": Promise(
         nn.compact_sparse_linear,
@@ -305,10 +312,10 @@ MODULES = {
     ),
     "NF4Linear": _module(lambda: nn.NF4Linear(64, 32), _tokens),
     "NF4Linear with LoRA": _module(lambda: nn.NF4Linear(64, 32).add_lora(2), _tokens),
-    "GatedExperts": _module(_experts, _routed),
-    "GatedExperts with LoRA": _module(lambda: _experts().add_lora(2), _routed),
-    "GatedExperts in 4 bits": _module(lambda: _experts().quantize(), _routed),
-    "GatedExperts in 4 bits with LoRA": _module(lambda: _with(_experts().quantize().add_lora(2), active="all"), _routed),
+    "GatedExperts": _module(_experts, routed),
+    "GatedExperts with LoRA": _module(lambda: _experts().add_lora(2), routed),
+    "GatedExperts in 4 bits": _module(lambda: _experts().quantize(), routed),
+    "GatedExperts in 4 bits with LoRA": _module(lambda: _with(_experts().quantize().add_lora(2), active="all"), routed),
     "MoELayer": _module(lambda: nn.MoELayer(3, 64, 32, slots=2), _tokens),
     "gated_experts, bound": _packed_experts("bound"),
     "gated_experts, count": _packed_experts("count"),

@@ -11,12 +11,14 @@ import inspect
 import re
 import types
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from promises import DEVICE, MODULES, PROMISES, Given, Promise, draw, ids
+import torch.distributed as dist
+from promises import DEVICE, MODULES, PROMISES, Given, Promise, draw, ids, routed
 from tensors import far_apart
 from tiny_models import tiny_model
 from torch.autograd import forward_ad
@@ -27,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 import kernelbook as kb
 from kernelbook import nn, runtime
+from kernelbook.distributed.exchange import exchange
 from kernelbook.interop import transformers as interop
 from kernelbook.train import ChunkAdamW, TrainConfig
 from kernelbook.train.chunks import chunk_norms
@@ -497,6 +500,26 @@ def test_what_is_changed_before_the_backward_pass_is_an_error(name: str) -> None
         else:
             grads = [leaves[n].grad for n in names]
             _equal([g.to_dense() if g.is_sparse else g for g in grads], expected)
+
+
+def test_ids_that_an_exchange_keeps_are_among_them(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        given = routed()
+        y = exchange(
+            lambda rows, ids, gates: rows * gates,
+            given["x"].requires_grad_(),
+            given["expert_ids"],
+            given["gates"],
+            num_experts=3,
+            share=3,
+            group=dist.group.WORLD,
+        )
+        given["expert_ids"].zero_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+    finally:
+        dist.destroy_process_group()
 
 
 @_differentiable
