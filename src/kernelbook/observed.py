@@ -30,7 +30,7 @@ __all__ = [
 _dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 _transform, _trace = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
 _profiling = torch._C._autograd._profiler_enabled
-_mode, _TRACES = torch._C._get_dispatch_mode, [getattr(torch._C._TorchDispatchModeKey, n) for n in ("FAKE", "PROXY")]
+_mode, _modes = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey
 is_batched = torch._C._functorch.is_legacy_batchedtensor  # by autograd's is_grads_batched, of which no transform tells
 
 
@@ -72,7 +72,7 @@ def observed(*tensors: torch.Tensor | None) -> bool:
 
 def has_values(tensor: torch.Tensor) -> bool:
     """Whether the host can read what is in a tensor: not on the meta device, of fake ones, and while a graph is traced."""
-    traced = any(_mode(kind) is not None for kind in _TRACES)
+    traced = _mode(_modes.FAKE) is not None or _mode(_modes.PROXY) is not None
     return not (tensor.is_meta or traced or hasattr(tensor, "fake_mode"))
 
 
