@@ -187,7 +187,9 @@ def test_gradients_are_averaged_however_large(
 
 
 @pytest.mark.parametrize("at_once", (0, 2**20), ids=("by itself", "together with others"))
-def test_gradients_are_averaged_after_a_backward_pass_that_raised(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_are_averaged_after_a_backward_pass_that_raised(
+    at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     def stop(_: torch.Tensor) -> None:
