@@ -228,7 +228,8 @@ def _module(make: Callable[[], torch.nn.Module], inputs: Callable[[], Given], **
     """A module as a function of its inputs and of the parameters that it trains."""
 
     def given() -> Given:
-        module = make().to(DEVICE)
+        with DEVICE:
+            module = make()
         trained = {n: draw(*p.shape) / 4 for n, p in module.named_parameters() if p.requires_grad}
         return {"module": module, **inputs(), **trained}
 

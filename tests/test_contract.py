@@ -588,9 +588,9 @@ def _cache_length(n: Any) -> torch.Tensor:
     return ids(interop.fast_generate(_model(), max_length=n).generation_config.max_cache_len)
 
 
-def _loss(n: Any) -> torch.Tensor:
+def _loss(name: str) -> Callable[[Any], torch.Tensor]:
     ids = torch.arange(1, 11, device=DEVICE).view(2, 5)
-    return interop.loss_in_pieces(_model(), ids, ids, piece=n)
+    return lambda n: interop.loss_in_pieces(_model(), ids, ids, **{name: n})
 
 
 @functools.cache
@@ -646,7 +646,7 @@ INTEGERS: dict[str, tuple[Callable[[Any], torch.Tensor], int]] = {
     "quantize_experts block_size": (_quantized("model"), 64),
     "NF4ExpertsConfig block_size": (lambda n: ids(interop.NF4ExpertsConfig(block_size=n).block_size), 64),
     "fast_generate max_length": (_cache_length, 64),
-    "loss_in_pieces piece": (_loss, 4),
+    **{f"loss_in_pieces {name}": (_loss(name), 4) for name in ("piece", "num_items_in_batch", "ignore_index")},
     "NF4Linear.add_lora rank": (lambda n: nn.NF4Linear(64, 64).add_lora(n).lora_b, 2),
     "SparseFFN features": (_size_of(nn.SparseFFN, {"neurons": 3}, "features"), 5),
     "SparseFFN neurons": (_size_of(nn.SparseFFN, {"features": 3}, "neurons"), 5),
@@ -707,7 +707,7 @@ def _may_be(name: str) -> tuple[Callable[[Any], torch.Tensor], Any, list[Any], l
         nothing.append(float(number))
     else:
         others += [float(number), *([np.float32(number)] if number == np.float32(number) else [])]
-    if name != "nf4_matmul expert":  # which may be a tensor
+    if name not in ("nf4_matmul expert", "loss_in_pieces num_items_in_batch"):  # which may be tensors
         nothing.append(torch.tensor(number))
     return call, number, others, nothing
 

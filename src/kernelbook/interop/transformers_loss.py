@@ -54,12 +54,16 @@ def loss_in_pieces(
         () float32; 0 where no label counts. A router's auxiliary loss is no part of it.
 
     Raises:
-        TypeError: ``piece`` is not an integer.
+        TypeError: ``piece``, ``num_items_in_batch`` or ``ignore_index`` is not an integer.
         ValueError: ``piece`` is below 1; or the model makes logits or a loss in another way, or would with an argument of its
             own such as ``logits_to_keep``, so that this would not be its loss.
         RuntimeError: a graph is captured, and there was no call for this model before.
     """
     piece = arguments.integer("loss_in_pieces", "piece", piece, least=1)
+    ignore_index = arguments.integer("loss_in_pieces", "ignore_index", ignore_index)
+    if num_items_in_batch is not None and not isinstance(num_items_in_batch, torch.Tensor):
+        expected = "an integer or a tensor of one"
+        num_items_in_batch = arguments.integer("loss_in_pieces", "num_items_in_batch", num_items_in_batch, expected)
     base = base_model(model)
     _refuse_others(base, others)
     if base not in _compared and input_ids.numel():
