@@ -211,7 +211,7 @@ class Op:
             if not all(args[i] is None or _is_plain(args[i]) for i in self._tensors):
                 return self._dispatch(args)
             plan = self._new_plan(key, given)
-        if wanted:
+        if wanted and self.results:
             return _Recorded.apply((self, plan, given), *[given[i] for i in self._tensors])
         outputs = self.execute(plan, given)
         return outputs[0] if self.results == 1 else outputs[: self.results]
@@ -290,12 +290,10 @@ class Op:
         )
         torch.library.impl(self.name, "default", self._dispatched, lib=owner)
         torch.library.register_fake(self.name, self._fake, lib=owner)
-        torch.library.register_autograd(
-            self.name,
-            self._differentiate_dispatched,
-            setup_context=self._setup_context,
-            lib=owner,
-        )
+        if not self._mutated:  # PyTorch differentiates no operator that writes into its arguments
+            torch.library.register_autograd(
+                self.name, self._differentiate_dispatched, setup_context=self._setup_context, lib=owner
+            )
         return getattr(getattr(torch.ops, NAMESPACE), short).default
 
     def _dispatched(self, *args: Any) -> Any:
