@@ -280,7 +280,8 @@ def _gradients(call: Any, do: Tensor) -> tuple[Tensor | None, ...]:
     dq, dk, dv, dsinks = attention_backward(
         do, *call.saved, *call.kept, call.causal, call.scale, call.window, call.softcap, call.gluon
     )
-    return dq, dk, dv, None, dsinks
+    *_, sinks = call.wanted
+    return dq, dk, dv, None, None if sinks is None else dsinks
 
 
 _attention = Op(
