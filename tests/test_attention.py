@@ -385,7 +385,7 @@ def test_what_the_backward_pass_is_given(causal: bool, n: int) -> None:
     """The logarithm of each query's sum, and infinity where a query sees no key."""
     q, k, v = _qkv(3, 4, 2, n, 30, 16)
     lengths = torch.tensor([30, 3, 0], device=q.device)
-    o, lse = torch.ops.kernelbook.flash_attention(q, k, v, causal, 0.25, lengths, None, None, None, True, True, "")
+    o, lse = torch.ops.kernelbook.flash_attention(q, k, v, lengths, None, causal, 0.25, None, None, True, True, "")
     keys, queries = torch.arange(30, device=q.device), torch.arange(n, device=q.device)
     seen = (keys < lengths[:, None, None]).expand(3, n, 30)
     if causal:
@@ -770,7 +770,7 @@ def _kernels_of_gradients(
     """On the GPU that is compiled for: what computes dk, dv and dq; how many heads are worked on at a time."""
     q, k = (torch.empty(b, heads, rows, d, dtype=dtype, device="meta") for heads, rows in ((h, n), (h_kv, s)))
     seen = torch.empty(b, dtype=torch.int64, device="meta") if lengths else None
-    p = launches.problem(q, k, causal, seen, window, None, softcap)
+    p = launches.problem(q, k, seen, None, causal, window, softcap)
     chosen = backward.choose_kernels(launches.with_tma(p, launches.HAS_GLUON, (q, k, k, q), (q, k, k)))
     dkdv, dq = chosen.dkdv, chosen.dq
     if isinstance(dq, backward.DqReduction):

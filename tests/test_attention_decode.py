@@ -329,7 +329,7 @@ def test_what_is_measured_is_checked_first() -> None:
 
 def test_opcheck_and_compile() -> None:
     inputs = _paged(2, 4, 2, 2, 16, 16, 2, torch.float32, [20, 5])
-    torch.library.opcheck(torch.ops.kernelbook.paged_attention.default, (*inputs.values(), 0.25, None, None, ""))
+    torch.library.opcheck(torch.ops.kernelbook.paged_attention.default, (*inputs.values(), None, 0.25, None, ""))
     new = [randn(2, 2, 1, 16) for _ in range(2)]
     _, *pages = inputs.values()
     torch.library.opcheck(torch.ops.kernelbook.append_to_pages.default, (*new, *pages, ""))

@@ -46,7 +46,9 @@ DOORS_THAT_MAY_BE = {
     **dict.fromkeys(
         ("kernels_hopper.py", "kernels_hopper_128.py", "kernels_decode.py", "kernels_same_bits.py"), DOORS["kernels.py"]
     ),
-    **dict.fromkeys(("launches.py", "backward.py", "routing.py", "grouped.py", "lora.py", "pages.py", "packing.py"), DOORS["op.py"]),
+    **dict.fromkeys(
+        ("launches.py", "backward.py", "routing.py", "grouped.py", "lora.py", "pages.py", "packing.py"), DOORS["op.py"]
+    ),
 }
 # A room is measured by lab/bench/<room>.py.
 BENCH = {"runtime", "check", "arguments", "launch", "memory", "observed", "packed", "tensors", "lab"}

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernelbook.attention import kernels, launches
-from kernelbook.attention.launches import Problem, Tiles, kernel_args, like, readable
+from kernelbook.attention.launches import Problem, Tiles, is_readable, kernel_args, like, readable
 from kernelbook.launch import Block, Launch, block, cdiv, launcher
 from kernelbook.memory import counters, empty, tl_accumulator
 from kernelbook.operators import Op
@@ -119,70 +119,69 @@ class BackwardPlan:
 
 
 def _plan(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, sinks: Tensor | None, lengths: Tensor | None,
-    causal: bool, scale: float | None, window: int | None, softcap: float | None, gluon: bool,
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, sinks: Any, lengths: Any, causal: bool,
+    scale: Any, window: Any, softcap: Any, gluon: bool,
 ) -> BackwardPlan | None:  # fmt: skip
     if k.numel() == 0 or o.numel() == 0:
         return None
-    p = launches.problem(q, k, causal, lengths, window, sinks, softcap)
+    p = launches.problem(q, k, lengths, sinks, causal, window, softcap)
     chosen = choose_kernels(launches.with_tma(p, gluon, (q, k, v, do), (q, k, v)))
-    config, acc, factors = kernels.DELTA_CONFIG, tl_accumulator(p.dtype), launches.scaling(q, scale)
+    config, acc, scaling = kernels.DELTA_CONFIG, tl_accumulator(p.dtype), launches.scaling(q, scale)
     delta = launcher(
         kernels._flash_attention_bwd_delta_kernel, D=p.d, ACC=acc, PADDED=chosen.dkdv.vectors is not None,
         BLOCK_D=kernels.block_d(p.d), **config.kwargs, num_warps=config.num_warps,
     )  # fmt: skip
     delta_grid = (cdiv(chosen.n_padded, config.kwargs["BLOCK_M"]) * p.b * p.h,)
-    config = kernels.DSINKS_CONFIG
-    dsinks = launcher(
-        kernels._flash_attention_bwd_sinks_kernel, ACC=acc, **config.kwargs, num_warps=config.num_warps
-    )  # fmt: skip
-    as_they_lie = factors.queries == 1 and all(map(launches.is_readable, (do, q, k, v, o)))
-    return BackwardPlan(as_they_lie, factors, delta, delta_grid, dsinks, chosen)
+    config, kernel = kernels.DSINKS_CONFIG, kernels._flash_attention_bwd_sinks_kernel
+    dsinks = launcher(kernel, ACC=acc, **config.kwargs, num_warps=config.num_warps)
+    as_they_lie = scaling.queries == 1 and all(map(is_readable, (do, q, k, v, o)))
+    return BackwardPlan(as_they_lie, scaling, delta, delta_grid, dsinks, chosen)
 
 
 def _run(
     plan: BackwardPlan, outputs: tuple[Any, ...], do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
-    sinks: Tensor | None, lengths: Tensor | None, *_: Any,
+    sinks: Any, lengths: Any, *_: Any,
 ) -> None:  # fmt: skip
     (b, h, n), (h_kv, s, d), (dq, dk, dv, dsinks) = q.shape[:3], k.shape[1:], outputs
-    factors, splits, n_padded = plan.scaling, plan.kernels.splits, plan.kernels.n_padded
-    q = factors.scale_queries(q)
+    scaling, dkdv, splits, n_padded = plan.scaling, plan.kernels.dkdv, plan.kernels.splits, plan.kernels.n_padded
+    q = scaling.scale_queries(q)
     if not plan.readable:
         do, q, k, v, o = map(readable, (do, q, k, v, o))
-    by_descriptor = plan.kernels.dkdv.vectors is not None
     delta = empty((b, h, n_padded), lse.dtype, q)
-    padded = empty((b, h, n_padded), lse.dtype, q) if by_descriptor else lse
+    padded = lse if dkdv.vectors is None else empty((b, h, n_padded), lse.dtype, q)
     plan.delta(plan.delta_grid, o, *o.stride(), do, *do.stride(), lse, delta, padded, h, n, n_padded)
     if sinks is not None:
         plan.dsinks((h,), padded, delta, sinks, *sinks.stride(), dsinks, b, h, n_padded)
 
-    def launch(tiles: Tiles, vectors: tuple[Any, ...], *results: Any) -> None:
+    def launch(tiles: Tiles, *results: Any) -> None:
+        vectors: Any = padded, delta
+        if tiles.vectors is not None:
+            vectors = (*kernel_args(tiles.vectors, padded.view(-1)), *kernel_args(tiles.vectors, delta.view(-1)))
         tiles.launch(
-            tiles.grid, *kernel_args(tiles.queries, q), *kernel_args(tiles.keys, k, v), *kernel_args(tiles.queries, do),
-            *vectors, *results, *tiles.sizes, *tiles.mask_args(lengths, padded), factors.scores, factors.gradients,
+            tiles.grid, *kernel_args(tiles.queries, q), *kernel_args(tiles.keys, k), *kernel_args(tiles.keys, v),
+            *kernel_args(tiles.queries, do), *vectors, *results,
+            *tiles.sizes, *tiles.mask_args(lengths, padded), scaling.scores, scaling.gradients,
         )  # fmt: skip
 
-    dkdv, for_dq, vectors = plan.kernels.dkdv, plan.kernels.dq, (padded, delta)
-    dk_parts, dv_parts = dk, dv
+    to_dk, to_dv, to_dq = dk, dv, plan.kernels.dq
     if splits > 1:
-        dk_parts, dv_parts = (empty((b, h_kv * splits, s, d), like_it.dtype, like_it) for like_it in (k, v))
-    results = kernel_args(dkdv.results, dk_parts, dv_parts)
-    of_queries = kernel_args(dkdv.vectors, padded.view(-1), delta.view(-1)) if by_descriptor else vectors
-    if isinstance(for_dq, DqReduction):
-        sums = empty(for_dq.shape, lse.dtype, q)
-        launch(dkdv, of_queries, *results, *for_dq.kernel_args(dq, sums))
-        if for_dq.round is not None:
-            for_dq.round(for_dq.round_grid, sums, dq, *dq.stride()[:3], h, n, factors.gradients)
+        to_dk, to_dv = (empty((b, h_kv * splits, s, d), t.dtype, t) for t in (k, v))
+    results = *kernel_args(dkdv.results, to_dk), *kernel_args(dkdv.results, to_dv)
+    if isinstance(to_dq, DqReduction):
+        sums = empty(to_dq.shape, lse.dtype, q)
+        launch(dkdv, *results, *to_dq.kernel_args(dq, sums))
+        if to_dq.round is not None:
+            to_dq.round(to_dq.round_grid, sums, dq, *dq.stride()[:3], h, n, scaling.gradients)
     else:
-        launch(dkdv, of_queries, *results)
-        launch(for_dq, vectors, *kernel_args(for_dq.results, dq))
+        launch(dkdv, *results)
+        launch(to_dq, *kernel_args(to_dq.results, dq))
     if splits > 1:
-        for result, parts in ((dk, dk_parts), (dv, dv_parts)):
+        for result, parts in ((dk, to_dk), (dv, to_dv)):
             torch.sum(parts.unflatten(1, (h_kv, splits)), 2, out=result)
-    if factors.dq != 1:
-        dq *= factors.dq
-    if factors.dk != 1:
-        dk *= factors.dk
+    if scaling.dq != 1:
+        dq *= scaling.dq
+    if scaling.dk != 1:
+        dk *= scaling.dk
 
 
 attention_backward = Op(

@@ -20,19 +20,14 @@ from kernelbook.memory import empty, tl_accumulator
 from kernelbook.tensors import aligned_steps, allows_tf32, strided
 
 try:  # Gluon is experimental: where Triton has changed it, the plain kernels do the work
-    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.language import NVMMASharedLayout as NVMMASharedLayout
 
-    from kernelbook.attention import kernels_hopper, kernels_hopper_128
+    from kernelbook.attention import kernels_hopper as kernels_hopper
+    from kernelbook.attention import kernels_hopper_128 as kernels_hopper_128
 
     HAS_GLUON = gluon_names.USABLE
 except (ImportError, AttributeError):
     HAS_GLUON = False
-
-__all__ = [
-    "HAS_GLUON", "LOG2_E", "MIN_SCALE", "NVMMASharedLayout", "Problem", "Scaling", "Tiles", "hopper_config",
-    "hopper_tiles", "is_readable", "kernel_args", "kernels_hopper", "kernels_hopper_128", "like", "plain_kernels",
-    "plain_tiles", "problem", "readable", "scaling", "section", "with_tma",
-]  # fmt: skip
 
 LOG2_E = math.log2(math.e)
 # Kernels take the scale in base 2, in float32. What is smaller is zero.
@@ -57,6 +52,7 @@ class Problem:
     b: int
     h: int
     h_kv: int
+    group: int  # query heads that share a key head
     n: int
     s: int  # keys that a sequence has, or has room for
     d: int
@@ -72,25 +68,19 @@ class Problem:
     tma_reads: bool = False  # whether kernels for tiles read by tensor descriptor
     hopper: bool = False  # whether they may be those for Hopper GPUs
 
-    @property
-    def group(self) -> int:
-        return self.h // self.h_kv
-
 
 def problem(
-    q: Tensor, k: Tensor, causal: bool, lengths: Tensor | None, window: int | None, sinks: Tensor | None,
-    softcap: float | None, table: Tensor | None = None,
-) -> Problem:  # fmt: skip
+    q: Tensor, k: Tensor, lengths: Any, sinks: Any, causal: bool, window: int | None, softcap: Any, table: Any = None
+) -> Problem:
     """The problem of a call, in which with a ``table`` the keys lie in pages (P, H_kv, page, D)."""
     (b, h, n, d), (_, h_kv, s, _), page = q.shape, k.shape, 0
     if table is not None:
         page, s = s, s * table.shape[1]
     # A window that holds all keys is none; kernels add to it in 32 bits.
     window = None if window is None or window >= s else window
-    softcap = 0.0 if softcap is None else softcap * LOG2_E
     return Problem(
-        b, h, h_kv, n, s, d, page, q.dtype, causal, lengths is not None, window, sinks is not None, softcap,
-        _precision(q), runtime.properties(q.device),
+        b, h, h_kv, h // h_kv, n, s, d, page, q.dtype, causal, lengths is not None, window, sinks is not None,
+        0.0 if softcap is None else softcap * LOG2_E, _precision(q), runtime.properties(q.device),
     )  # fmt: skip
 
 
@@ -110,15 +100,10 @@ def like(tensor: Tensor) -> Tensor:
     return empty(tensor.shape, tensor.dtype, tensor) if tensor.is_contiguous() else torch.empty_like(tensor)
 
 
-def _are_in_pieces(strides: tuple[int, ...]) -> bool:
-    """Whether all rows of a tensor begin on multiples of 16 elements, one after the other."""
-    b, h, n, within = strides
-    return within == 1 and not (b | h | n) % 16 and min(b, h, n) > 0
-
-
 def is_readable(tensor: Tensor) -> bool:
-    """Whether rows lie in aligned pieces of 16 elements."""
-    return _are_in_pieces(tensor.stride()) and tensor.data_ptr() % 16 == 0
+    """Whether rows lie one after the other, each in aligned pieces of 16 elements."""
+    b, h, n, within = tensor.stride()
+    return within == 1 and not (b | h | n) % 16 and min(b, h, n) > 0 and tensor.data_ptr() % 16 == 0
 
 
 def readable(tensor: Tensor) -> Tensor:
@@ -162,16 +147,14 @@ def scaling(q: Tensor, scale: float | None) -> Scaling:
     return Scaling(sign, size * LOG2_E, size, sign, 1.0)
 
 
-def kernel_args(block: Block | None, *tensors: Tensor) -> tuple[Any, ...]:
-    """Tensors as a kernel's arguments: by pointer and strides, or by tensor descriptor where they have a block.
+def kernel_args(block: Block | None, tensor: Tensor) -> tuple[Any, ...]:
+    """A tensor as a kernel's arguments: by pointer and strides, or by tensor descriptor where it has a block.
 
     Gluon's kernels, whose blocks have a layout, take no strides.
     """
     if block is None:
-        return tuple(arg for tensor in tensors for arg in (tensor, *tensor.stride()))
-    if block.layout is None:
-        return tuple(arg for tensor in tensors for arg in (Descriptor(tensor, block), 0, 0, 0, 0))
-    return tuple(Descriptor(tensor, block) for tensor in tensors)
+        return (tensor, *tensor.stride())
+    return (Descriptor(tensor, block), 0, 0, 0, 0) if block.layout is None else (Descriptor(tensor, block),)
 
 
 # --- tiles ----------------------------------------------------------------------------------------------------------
@@ -184,7 +167,7 @@ def with_tma(p: Problem, gluon: bool, read: tuple[Tensor, ...], results_like: tu
     """
     # They would read what lies beyond a length; and where they can read, tiles are others.
     there = p.properties.prefers_tma and not p.lengths and not p.properties.same_bits
-    reads = there and _fit_descriptors(*(t for t in read if _are_in_pieces(t.stride())))
+    reads = there and _fit_descriptors(*(t for t in read if is_readable(t)))
     writes = there and _fit_descriptors(*(torch.empty_like(t, device="meta") for t in results_like))
     hopper = gluon and reads and writes and p.window is None and not p.softcap
     return dataclasses.replace(p, tma_reads=reads, hopper=hopper)

@@ -9,7 +9,7 @@ from torch import Tensor
 from kernelbook import arguments  # before Triton, which it sets up
 from kernelbook.attention import kernels, kernels_decode, kernels_same_bits, launches
 from kernelbook.attention.backward import attention_backward
-from kernelbook.attention.launches import Problem, Tiles, kernel_args, like, plain_kernels, readable
+from kernelbook.attention.launches import Problem, Tiles, is_readable, kernel_args, like, plain_kernels, readable
 from kernelbook.launch import Launch, cdiv, launcher
 from kernelbook.memory import accumulator, counters, empty, tl_accumulator
 from kernelbook.operators import Op
@@ -65,7 +65,7 @@ def flash_attention(
     if window is not None:
         window = arguments.integer("flash_attention", "window", window, "an int or None")
     scale, softcap = numbers("flash_attention", scale, softcap)
-    o: Tensor = _attention(q, k, v, causal, scale, lengths, window, sinks, softcap, launches.HAS_GLUON)
+    o: Tensor = _attention(q, k, v, lengths, sinks, causal, scale, window, softcap, launches.HAS_GLUON)
     return o
 
 
@@ -91,15 +91,14 @@ def check_tensors(op: str, **tensors: Tensor) -> None:
         raise ValueError(f"{op}: {name} must have 1 to {MAX_D} features a head, got shape {tuple(first.shape)}")
 
 
-def check_heads(op: str, names: str, h: int, h_kv: int) -> None:
+def check_scores(op: str, q: Tensor, names: str, h_kv: int, sinks: Any, scale: Any, softcap: Any) -> None:
+    """``names``: of keys and values, which have ``h_kv`` heads."""
+    h = q.shape[1]
     if h % h_kv if h_kv else h:
         raise ValueError(f"{op}: the heads of {names} must divide those of q ({h}), got {h_kv}")
-
-
-def check_numbers(op: str, q: Tensor, scale: float | None, sinks: Any, softcap: float | None) -> None:
     if sinks is not None:
         arguments.check_tensor(op, "sinks", sinks)
-        arguments.check_shape(op, "sinks", sinks, (q.shape[1],))
+        arguments.check_shape(op, "sinks", sinks, (h,))
         arguments.check_same_device(op, q=q, sinks=sinks)
     if softcap is not None and not launches.MIN_SCALE <= softcap <= MAX_SCALE:
         raise ValueError(f"{op}: softcap must be above 0 and not above {MAX_SCALE:.3g}, got {softcap!r}")
@@ -108,15 +107,14 @@ def check_numbers(op: str, q: Tensor, scale: float | None, sinks: Any, softcap: 
 
 
 def _check(
-    q: Any, k: Any, v: Any, causal: bool, scale: Any, lengths: Any, window: Any, sinks: Any, softcap: Any, gluon: bool
+    q: Any, k: Any, v: Any, lengths: Any, sinks: Any, causal: bool, scale: Any, window: Any, softcap: Any, gluon: bool
 ) -> None:
     op = "flash_attention"
     check_tensors(op, q=q, k=k, v=v)
-    b, h, _, d = q.shape
+    b, _, _, d = q.shape
     arguments.check_shape(op, "k", k, (b, *k.shape[1:3], d))
     arguments.check_shape(op, "v", v, (b, *k.shape[1:3], d))
-    check_heads(op, "k and v", h, k.shape[1])
-    check_numbers(op, q, scale, sinks, softcap)
+    check_scores(op, q, "k and v", k.shape[1], sinks, scale, softcap)
     if lengths is not None:
         arguments.check_indices(op, "lengths", lengths)
         arguments.check_shape(op, "lengths", lengths, (b,))
@@ -173,7 +171,7 @@ def _same_bits(p: Problem, constants: dict[str, Any]) -> SplitKeys:
     return SplitKeys(launch, (tiles, parts), (tiles * parts * kept * (p.d + 2),) if split else None)
 
 
-def forward_tiles(p: Problem) -> Tiles:
+def _forward_tiles(p: Problem) -> Tiles:
     """The kernel for many queries."""
     config = launches.hopper_config("fwd", p)
     if config is None:
@@ -192,33 +190,31 @@ class ForwardPlan:
     scaling: launches.Scaling
     window: int  # 0: none
     kernel: SplitKeys | Tiles
-    join_sinks: Launch  # to what a kernel for Hopper has made
-    sinks_grid: tuple[int]
+    join_sinks: tuple[Launch, tuple[int]] | None  # to what a kernel for Hopper has made: the kernel, and its grid
 
 
-def forward_plan(
-    p: Problem, scale: float | None, read: tuple[Tensor, ...], gluon: bool, with_lse: bool
-) -> ForwardPlan:  # fmt: skip
+def forward_plan(p: Problem, scale: Any, gluon: bool, with_lse: bool, *read: Tensor) -> ForwardPlan:
     """``read``: q and, unless they lie in pages, k and v."""
-    factors, config = launches.scaling(read[0], scale), kernels.SINKS_CONFIG
+    scaling, join_sinks = launches.scaling(read[0], scale), None
     kernel: SplitKeys | Tiles
     if p.n <= kernels_decode.MAX_QUERIES or p.properties.same_bits:  # whose kernel takes any number
         kernel = split_keys(dataclasses.replace(p, s=64 * cdiv(p.s, 64)), with_lse)
     else:
-        kernel = forward_tiles(launches.with_tma(p, gluon, read, read[:1]))
-    join_sinks = launcher(
-        kernels._flash_attention_sinks_kernel, D=p.d, ACC=tl_accumulator(p.dtype), BLOCK_D=kernels.block_d(p.d),
-        **config.kwargs, num_warps=config.num_warps,
-    )  # fmt: skip
-    sinks_grid = (cdiv(p.n, config.kwargs["BLOCK_M"]) * p.b * p.h,)
-    as_they_lie = factors.queries == 1 and all(map(launches.is_readable, read))
-    return ForwardPlan(as_they_lie, factors, p.window or 0, kernel, join_sinks, sinks_grid)
+        kernel = _forward_tiles(launches.with_tma(p, gluon, read, read[:1]))
+        if p.sinks and kernel.window is None:
+            config = kernels.SINKS_CONFIG
+            launch = launcher(
+                kernels._flash_attention_sinks_kernel, D=p.d, ACC=tl_accumulator(p.dtype), BLOCK_D=kernels.block_d(p.d),
+                **config.kwargs, num_warps=config.num_warps,
+            )  # fmt: skip
+            join_sinks = launch, (cdiv(p.n, config.kwargs["BLOCK_M"]) * p.b * p.h,)
+    as_they_lie = scaling.queries == 1 and all(map(is_readable, read))
+    return ForwardPlan(as_they_lie, scaling, p.window or 0, kernel, join_sinks)
 
 
 def run_forward(
-    plan: ForwardPlan, o: Tensor, lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None,
-    table: Tensor | None, sinks: Tensor | None,
-) -> None:  # fmt: skip
+    plan: ForwardPlan, o: Tensor, lse: Any, q: Tensor, k: Tensor, v: Tensor, lengths: Any, table: Any, sinks: Any
+) -> None:
     """Fill o and, where it is wanted, lse. With a ``table`` k and v are pages, which kernels read wherever they lie."""
     kernel, scores, s = plan.kernel, plan.scaling.scores, k.shape[2]
     q = plan.scaling.scale_queries(q)
@@ -239,11 +235,13 @@ def run_forward(
     if lse is None:  # these kernels always write it
         lse = empty(q.shape[:3], accumulator(q.dtype), q)
     kernel.launch(
-        kernel.grid, *kernel_args(kernel.queries, q), *kernel_args(kernel.keys, k, v), *kernel_args(kernel.results, o),
-        lse, *kernel.sizes, *kernel.mask_args(lengths, lse), scores, *kernel.sink_args(sinks, lse),
+        kernel.grid, *kernel_args(kernel.queries, q), *kernel_args(kernel.keys, k), *kernel_args(kernel.keys, v),
+        *kernel_args(kernel.results, o), lse,
+        *kernel.sizes, *kernel.mask_args(lengths, lse), scores, *kernel.sink_args(sinks, lse),
     )  # fmt: skip
-    if sinks is not None and kernel.window is None:
-        plan.join_sinks(plan.sinks_grid, o, *o.stride(), lse, sinks, *sinks.stride(), *q.shape[1:3])
+    if plan.join_sinks is not None:
+        launch, grid = plan.join_sinks
+        launch(grid, o, *o.stride(), lse, sinks, *sinks.stride(), *q.shape[1:3])
 
 
 # --- the operator ---------------------------------------------------------------------------------------------------
@@ -256,20 +254,18 @@ def _outputs(q: Tensor, *others: Any) -> tuple[Tensor, Tensor | None]:
 
 
 def _plan(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, lengths: Tensor | None, window: int | None,
-    sinks: Tensor | None, softcap: float | None, gluon: bool, record: bool,
+    q: Tensor, k: Tensor, v: Tensor, lengths: Any, sinks: Any, causal: bool, scale: Any, window: Any, softcap: Any,
+    gluon: bool, record: bool,
 ) -> ForwardPlan | None:  # fmt: skip
     if q.numel() == 0 or k.numel() == 0:
         return None
-    return forward_plan(
-        launches.problem(q, k, causal, lengths, window, sinks, softcap), scale, (q, k, v), gluon, record
-    )
+    p = launches.problem(q, k, lengths, sinks, causal, window, softcap)
+    return forward_plan(p, scale, gluon, record, q, k, v)
 
 
 def _run(
-    plan: ForwardPlan, outputs: tuple[Tensor, Tensor | None], q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None,
-    lengths: Tensor | None, window: int | None, sinks: Tensor | None, *_: Any,
-) -> None:  # fmt: skip
+    plan: ForwardPlan, outputs: tuple[Any, Any], q: Tensor, k: Tensor, v: Tensor, lengths: Any, sinks: Any, *_: Any
+) -> None:
     if lengths is not None:
         arguments.check_index_values("flash_attention", "lengths", lengths, k.shape[2] + 1)
     run_forward(plan, *outputs, q, k, v, lengths, None, sinks)
@@ -285,8 +281,8 @@ def _gradients(call: Any, do: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _attention = Op(
-    "flash_attention(Tensor q, Tensor k, Tensor v, bool causal, float? scale, Tensor? lengths, SymInt? window, "
-    "Tensor? sinks, float? softcap, bool gluon, bool record) -> (Tensor o, Tensor lse)",
+    "flash_attention(Tensor q, Tensor k, Tensor v, Tensor? lengths, Tensor? sinks, bool causal, float? scale, "
+    "SymInt? window, float? softcap, bool gluon, bool record) -> (Tensor o, Tensor lse)",
     check=_check,
     outputs=_outputs,
     plan=_plan,

@@ -8,15 +8,7 @@ from torch import Tensor
 
 from kernelbook import arguments, runtime  # before Triton, which it sets up
 from kernelbook.attention import kernels, kernels_decode, launches
-from kernelbook.attention.op import (
-    ForwardPlan,
-    check_heads,
-    check_numbers,
-    check_tensors,
-    forward_plan,
-    numbers,
-    run_forward,
-)
+from kernelbook.attention.op import ForwardPlan, check_scores, check_tensors, forward_plan, numbers, run_forward
 from kernelbook.launch import Launch, cdiv, launcher
 from kernelbook.operators import Op
 
@@ -58,7 +50,7 @@ def paged_attention(
             ``block_table``.
     """
     scale, softcap = numbers("paged_attention", scale, softcap)
-    o: Tensor = _paged(q, k_pages, v_pages, block_table, lengths, scale, sinks, softcap)
+    o: Tensor = _paged(q, k_pages, v_pages, block_table, lengths, sinks, scale, softcap)
     return o
 
 
@@ -103,15 +95,14 @@ def _check_pages(op: str, k_pages: Any, v_pages: Any, block_table: Any, lengths:
 
 
 def _check_paged(
-    q: Any, k_pages: Any, v_pages: Any, block_table: Any, lengths: Any, scale: Any, sinks: Any, softcap: Any
+    q: Any, k_pages: Any, v_pages: Any, block_table: Any, lengths: Any, sinks: Any, scale: Any, softcap: Any
 ) -> None:
     op = "paged_attention"
     check_tensors(op, q=q, k_pages=k_pages, v_pages=v_pages)
     if q.shape[2] > kernels_decode.MAX_QUERIES:
         raise ValueError(f"{op}: q must have at most {kernels_decode.MAX_QUERIES} queries, got shape {tuple(q.shape)}")
     _check_pages(op, k_pages, v_pages, block_table, lengths, "q", q)
-    check_heads(op, "k_pages and v_pages", q.shape[1], k_pages.shape[1])
-    check_numbers(op, q, scale, sinks, softcap)
+    check_scores(op, q, "k_pages and v_pages", k_pages.shape[1], sinks, scale, softcap)
 
 
 def _check_append(k: Any, v: Any, k_pages: Any, v_pages: Any, block_table: Any, lengths: Any) -> None:
@@ -134,18 +125,17 @@ def _check_table(op: str, table: Tensor, first: Tensor, end: Tensor, k_pages: Te
 
 
 def _plan_paged(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, lengths: Tensor, scale: float | None,
-    sinks: Tensor | None, softcap: float | None,
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, lengths: Tensor, sinks: Any, scale: Any, softcap: Any
 ) -> ForwardPlan | None:  # fmt: skip
     if not (q.numel() and k_pages.numel() and block_table.numel()):
         return None
-    p = launches.problem(q, k_pages, True, lengths, None, sinks, softcap, block_table)
-    return forward_plan(p, scale, (q,), False, False)
+    p = launches.problem(q, k_pages, lengths, sinks, True, None, softcap, block_table)
+    return forward_plan(p, scale, False, False, q)
 
 
 def _run_paged(
-    plan: ForwardPlan, outputs: tuple[Tensor], q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor,
-    lengths: Tensor, scale: float | None, sinks: Tensor | None, softcap: float | None,
+    plan: ForwardPlan, outputs: tuple[Any], q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor,
+    lengths: Tensor, sinks: Any, *_: Any,
 ) -> None:  # fmt: skip
     room = block_table.shape[1] * k_pages.shape[2]
     arguments.check_index_values("paged_attention", "lengths", lengths, room + 1)
@@ -155,8 +145,8 @@ def _run_paged(
 
 
 _paged = Op(
-    "paged_attention(Tensor q, Tensor k_pages, Tensor v_pages, Tensor block_table, Tensor lengths, float? scale, "
-    "Tensor? sinks, float? softcap) -> Tensor o",
+    "paged_attention(Tensor q, Tensor k_pages, Tensor v_pages, Tensor block_table, Tensor lengths, Tensor? sinks, "
+    "float? scale, float? softcap) -> Tensor o",
     check=_check_paged,
     outputs=lambda q, *_: (launches.like(q),),
     plan=_plan_paged,
@@ -189,9 +179,15 @@ def _plan_append(
 
 
 def _run_append(
-    plan: AppendPlan, outputs: tuple[()], k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor,
+    plan: AppendPlan,
+    _: Any,
+    k: Tensor,
+    v: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
     lengths: Tensor,
-) -> None:  # fmt: skip
+) -> None:
     arguments.check_index_values("append_to_pages", "lengths", lengths, None)
     if runtime.debug_enabled():
         _check_table("append_to_pages", block_table, lengths, lengths + k.shape[2], k_pages)
