@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import kernelbook as kb
 from kernelbook import check, memory, plans, runtime
 from kernelbook.attention import (
+    backward,
     causal_mask_reference,
     flash_attention_backward_reference,
     flash_attention_reference,
@@ -378,7 +379,7 @@ def test_what_the_backward_pass_is_given(causal: bool, n: int) -> None:
     """The logarithm of each query's sum, and infinity where a query sees no key."""
     q, k, v = _qkv(3, 4, 2, n, 30, 16)
     lengths = torch.tensor([30, 3, 0], device=q.device)
-    o, lse = torch.ops.kernelbook.flash_attention(q, k, v, causal, 0.25, lengths, None, None, None)
+    o, lse = torch.ops.kernelbook.flash_attention(q, k, v, lengths, None, causal, 0.25, None, None, True, True, "")
     keys, queries = torch.arange(30, device=q.device), torch.arange(n, device=q.device)
     seen = (keys < lengths[:, None, None]).expand(3, n, 30)
     if causal:
@@ -763,16 +764,14 @@ def _kernels_of_gradients(
     """On the GPU that is compiled for: what computes dk, dv and dq; how many heads are worked on at a time."""
     q, k = (torch.empty(b, heads, rows, d, dtype=dtype, device="meta") for heads, rows in ((h, n), (h_kv, s)))
     seen = torch.empty(b, dtype=torch.int64, device="meta") if lengths else None
-    p = launches.problem(q, k, causal, seen, window, "ieee", softcap=softcap)
-    reach = launches.reach(p, (q, k, k, q), (q, k, k))
-    if (at_once := launches.all_gradients(p, reach)) is not None:
-        tiles, _, splits, adding_up = at_once
+    p = launches.problem(q, k, seen, None, causal, window, softcap)
+    chosen = backward.choose_kernels(launches.with_tma(p, launches.HAS_GLUON, (q, k, k, q), (q, k, k)))
+    dkdv, dq = chosen.dkdv, chosen.dq
+    if isinstance(dq, backward.DqReduction):
         turns = b * h * -(-n // 64) * (1 if d <= 64 else 2)
-        assert tiles.grid == (-(-s // 128) * b * h_kv * splits,) and adding_up.counters == turns
-        return [tiles.launch.kernel.__name__], tiles.sizes[-1]
-    of_keys, n_padded, _ = launches.dkdv(p, reach)
-    of_queries = launches.dq(p, reach, n_padded)
-    return [tiles.launch.kernel.__name__ for tiles in (of_keys, of_queries)], of_keys.sizes[-1]
+        assert dkdv.grid == (-(-s // 128) * b * h_kv * chosen.splits,) and dq.counters == turns
+        return [dkdv.launch.kernel.__name__], dkdv.sizes[-1]
+    return [tiles.launch.kernel.__name__ for tiles in (dkdv, dq)], dkdv.sizes[-1]
 
 
 def test_heads_of_64_have_all_gradients_of_one_kernel() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tensors import call_with, label, randn
 
 import kernelbook as kb
-from kernelbook import arguments, check, launch, plans, runtime
+from kernelbook import arguments, check, launch, operators, plans, runtime
 from kernelbook.attention import (
     append_to_pages_reference,
     flash_attention_reference,
@@ -296,18 +296,18 @@ def test_generating_from_pages_is_generating_from_a_cache() -> None:
 
 
 @pytest.mark.parametrize("window", (None, 30))
-def test_a_cache_that_grows_keeps_its_plan(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_grows_keeps_its_kernel(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """One for each 64 keys that there is room for, and one from where the window holds all keys; checks stay what they are."""
     plans.forget()
-    made, real = [], op._new_flash_plan
-    monkeypatch.setattr(op, "_new_flash_plan", lambda q, k, *others: made.append(k.shape[2]) or real(q, k, *others))
+    made, real = [], kernels_decode.plan
+    monkeypatch.setattr(kernels_decode, "plan", lambda *sizes: made.append(sizes[2]) or real(*sizes))
     q, k, v = _qkv(1, 4, 2, 2, 140, 16, dtype=torch.float32)
     given = {"causal": True, "window": window}
     for s in (1, 2, 30, 31, 64, 65, 66, 128, 129, 140):
         keys, values = k[:, :, :s].contiguous(), v[:, :, :s].contiguous()
         ours, exact = (each(q, keys, values, **given) for each in (kb.flash_attention, flash_attention_reference))
         torch.testing.assert_close(ours, exact)
-    assert made == [1, 65, 129] if window is None else [1, 31, 65, 129]
+    assert made == ([64, 128, 192] if window is None else [64, 64, 128, 192])
     with pytest.raises(ValueError, match=r"v must have shape \(1, 2, 140, 16\), got \(1, 2, 139, 16\)"):
         kb.flash_attention(q, k, v[:, :, :139], **given)
     with pytest.raises(TypeError, match="v must have the dtype of q"):
@@ -329,10 +329,10 @@ def test_what_is_measured_is_checked_first() -> None:
 
 def test_opcheck_and_compile() -> None:
     inputs = _paged(2, 4, 2, 2, 16, 16, 2, torch.float32, [20, 5])
-    torch.library.opcheck(torch.ops.kernelbook.paged_attention.default, (*inputs.values(), 0.25, None, None))
+    torch.library.opcheck(torch.ops.kernelbook.paged_attention.default, (*inputs.values(), None, 0.25, None, ""))
     new = [randn(2, 2, 1, 16) for _ in range(2)]
     _, *pages = inputs.values()
-    torch.library.opcheck(torch.ops.kernelbook.append_to_pages.default, (*new, *pages))
+    torch.library.opcheck(torch.ops.kernelbook.append_to_pages.default, (*new, *pages, ""))
 
     def step(q: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
         kb.append_to_pages(new[0], new[1], *rest)
@@ -509,7 +509,7 @@ def test_each_call_launches_once(n: int, monkeypatch: pytest.MonkeyPatch) -> Non
         check.check_op(kb.flash_attention, flash_attention_reference, {"q": q, "k": k, "v": v})
         assert torch.equal(kb.flash_attention(q, k, v), first)
         assert len(launched) == before + 2
-    assert len({id(plan) for plan in op._plans.values()}) == 1  # for one query it is kept by two keys
+    assert len(operators._plans) == 1
     launched.clear()
     check.check_op(kb.flash_attention, flash_attention_reference, {"q": q, "k": k, "v": k})
     assert len(launched) == 1

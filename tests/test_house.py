@@ -46,7 +46,9 @@ DOORS_THAT_MAY_BE = {
     **dict.fromkeys(
         ("kernels_hopper.py", "kernels_hopper_128.py", "kernels_decode.py", "kernels_same_bits.py"), DOORS["kernels.py"]
     ),
-    **dict.fromkeys(("launches.py", "routing.py", "grouped.py", "lora.py", "pages.py", "packing.py"), DOORS["op.py"]),
+    **dict.fromkeys(
+        ("launches.py", "backward.py", "routing.py", "grouped.py", "lora.py", "pages.py", "packing.py"), DOORS["op.py"]
+    ),
 }
 # A room is measured by lab/bench/<room>.py.
 BENCH = {"runtime", "check", "arguments", "launch", "memory", "observed", "packed", "study", "tensors", "lab"}
@@ -59,13 +61,16 @@ OWN_MODULES = {
     "kernels_hopper_128.py": {"kernels_hopper"},
     "kernels_decode.py": {"kernels"},
     "kernels_same_bits.py": {"kernels", "kernels_decode"},
-    "launches.py": {"kernels", "kernels_hopper", "kernels_hopper_128", "kernels_decode", "kernels_same_bits"},
+    "launches.py": {"kernels", "kernels_hopper", "kernels_hopper_128"},
+    "backward.py": {"kernels", "launches"},
     "routing.py": {"kernels"},
     "grouped.py": {"kernels", "routing"},
     "lora.py": {"kernels", "routing", "grouped", "op"},
     "packing.py": {"kernels"},
-    "op.py": {"kernels", "kernels_hopper", "kernels_decode", "launches", "routing", "grouped", "packing"},
-    "pages.py": {"kernels_decode", "launches", "op"},
+    "op.py": {
+        *("kernels", "kernels_decode", "kernels_same_bits", "launches", "backward", "routing", "grouped", "packing"),
+    },
+    "pages.py": {"kernels", "kernels_decode", "launches", "op"},
     "__init__.py": {"op", "lora", "pages", "reference", "kernels"},
 }
 

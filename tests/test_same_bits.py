@@ -130,7 +130,8 @@ COUNTS = (1, 2, 7, 16, 17, 64, 300, 2048, 16384)
 @pytest.mark.parametrize("target", ["sm_75", "sm_80", "sm_90", "sm_100", "gfx942"])
 def test_no_rule_looks_at_how_many_rows_there_are(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On no GPU: of each function one tile, one kernel and one order, for any number of rows, tokens, queries or keys."""
-    from kernelbook.attention import launches
+    from kernelbook.attention import backward, launches
+    from kernelbook.attention import op as attention
     from kernelbook.moe_lora import kernels as moe
     from kernelbook.packed import products
     from kernelbook.scatter_ffn import kernels as scatter
@@ -159,11 +160,11 @@ def test_no_rule_looks_at_how_many_rows_there_are(target: str, monkeypatch: pyte
         kept = set()
         for b, n, s in ((1, 1, 300), (64, 1, 300), (1, 16, 9000), (2, 2048, 2048), (1, 3, 64)):
             q, k = torch.empty(b, 8, n, 128, dtype=bf16), torch.empty(b, 2, s, 128, dtype=bf16)
-            problem = launches.problem(q, k, True, None, None, "ieee")
-            constants = launches.same_bits(problem, False).launch.constants
+            problem = launches.problem(q, k, None, None, True, None, None)
+            constants = attention.split_keys(problem, False).launch.constants
             kept.add(tuple((name, value) for name, value in constants.items() if name not in ("SPLIT", "ROWS")))
-            of_keys, _, parts = launches.dkdv(problem, launches.reach(problem, (q, k), (q, k)))
-            assert parts == 1 and of_keys.launch.kernel.__name__ == "_flash_attention_bwd_dkdv_kernel"
+            chosen = backward.choose_kernels(launches.with_tma(problem, True, (q, k), (q, k)))
+            assert chosen.splits == 1 and chosen.dkdv.launch.kernel.__name__ == "_flash_attention_bwd_dkdv_kernel"
         assert len(kept) == 1
 
 

@@ -209,7 +209,7 @@ class Op:
             if not all(args[i] is None or _is_plain(args[i]) for i in self._tensors):
                 return self._dispatch(args)
             plan = self._new_plan(key, given)
-        if wanted:
+        if wanted and self.results:
             return _Recorded.apply((self, plan, given), *[given[i] for i in self._tensors])
         outputs = self.execute(plan, given)
         return outputs[0] if self.results == 1 else outputs[: self.results]

@@ -1,31 +1,25 @@
-"""The public functions in the order of a call: observed or not, plan, new memory, launch; then the gradients the same way."""
+"""The public function, its checks, and the forward operator: outputs, plan, run. The backward pass is in backward.py."""
 
 import dataclasses
-import math
-from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
-from kernelbook import arguments, runtime  # before Triton, which it sets up
-from kernelbook.attention import kernels_decode, launches
-from kernelbook.attention.launches import plain_kernels
-from kernelbook.launch import Launch, cdiv, composite, operator, sources
-from kernelbook.memory import accumulator, counters, empty
-from kernelbook.observed import are_tensors, form, in_mode_of_forward, is_aligned, keep_mode, observed, wants_gradient
-from kernelbook.plans import KeptPlans
+from kernelbook import arguments  # before Triton, which it sets up
+from kernelbook.attention import kernels, kernels_decode, kernels_same_bits, launches
+from kernelbook.attention.backward import attention_backward
+from kernelbook.attention.launches import Problem, Tiles, is_readable, kernel_args, like, plain_kernels, readable
+from kernelbook.launch import Launch, cdiv, launcher
+from kernelbook.memory import accumulator, counters, empty, tl_accumulator
+from kernelbook.operators import Op
+from kernelbook.plans import derived
 from kernelbook.tensors import strided
 
-__all__ = [
-    "NUMBER", "Plan", "check_heads", "check_sinks", "check_tensors", "checked_scale", "flash_attention", "forward",
-    "plain_arguments", "plain_kernels",
-]  # fmt: skip
+__all__ = ["flash_attention", "plain_kernels"]
 
 MAX_D = 256
 MAX_SCALE = torch.finfo(torch.float32).max / launches.LOG2_E
-NUMBER = (NoneType, float)
 
 
 def flash_attention(
@@ -66,18 +60,20 @@ def flash_attention(
             ``softcap`` not a number, or ``window`` not an integer.
         ValueError: a shape, a device, ``scale``, ``window``, ``softcap`` or an entry of ``lengths`` is not as above.
     """
-    are_numbers = type(scale) in NUMBER and type(softcap) in NUMBER
-    if type(causal) is not bool or not are_numbers or type(window) not in (NoneType, int):
-        causal, scale, window, softcap = plain_arguments("flash_attention", causal, scale, window, softcap)
-    if is_dynamo_compiling() and are_tensors(q, k, v, lengths, sinks):
-        return _flash_whole(q, k, v, causal, scale, lengths, window, sinks, softcap, SOURCES)  # type: ignore[no-any-return]
-    if observed(q, k, v, lengths, sinks):
-        return _flash_by_operators(q, k, v, causal, scale, lengths, window, sinks, softcap)
-    if torch._C._is_any_autocast_enabled():
-        q, k, v = arguments.in_autocast_dtype(q, k, v)
-    if wants_gradient(q, k, v, sinks):
-        return _Attention.apply(q, k, v, causal, scale, lengths, window, sinks, softcap)  # type: ignore[no-any-return]
-    return _flash(q, k, v, causal, scale, lengths, window, sinks, softcap, with_lse=False)[1]
+    if type(causal) is not bool:
+        raise TypeError(f"flash_attention: causal must be a bool, got {type(causal).__name__}")
+    if window is not None:
+        window = arguments.integer("flash_attention", "window", window, "an int or None")
+    scale, softcap = numbers("flash_attention", scale, softcap)
+    o: Tensor = _attention(q, k, v, lengths, sinks, causal, scale, window, softcap, launches.HAS_GLUON)
+    return o
+
+
+def numbers(op: str, scale: Any, softcap: Any) -> tuple[float | None, float | None]:
+    """Scale and soft cap as Python's own numbers."""
+    scale = scale if scale is None else arguments.number(op, "scale", scale, "a number or None")
+    softcap = softcap if softcap is None else arguments.number(op, "softcap", softcap, "a number or None")
+    return scale, softcap
 
 
 # --- checks ---------------------------------------------------------------------------------------------------------
@@ -95,381 +91,204 @@ def check_tensors(op: str, **tensors: Tensor) -> None:
         raise ValueError(f"{op}: {name} must have 1 to {MAX_D} features a head, got shape {tuple(first.shape)}")
 
 
-def check_heads(op: str, names: str, h: int, h_kv: int) -> None:
+def check_scores(op: str, q: Tensor, names: str, h_kv: int, sinks: Any, scale: Any, softcap: Any) -> None:
+    """``names``: of keys and values, which have ``h_kv`` heads."""
+    h = q.shape[1]
     if h % h_kv if h_kv else h:
         raise ValueError(f"{op}: the heads of {names} must divide those of q ({h}), got {h_kv}")
-
-
-def plain_arguments(
-    op: str, causal: Any, scale: Any, window: Any, softcap: Any
-) -> tuple[bool, float | None, int | None, float | None]:
-    """What is no tensor, in Python's own types, as a plan's key holds it."""
-    if not isinstance(causal, bool):
-        raise TypeError(f"{op}: causal must be a bool, got {type(causal).__name__}")
-    scale = scale if scale is None else arguments.number(op, "scale", scale, "a number or None")
-    softcap = softcap if softcap is None else arguments.number(op, "softcap", softcap, "a number or None")
-    window = window if window is None else arguments.integer(op, "window", window, "an int or None")
-    return causal, scale, window, softcap
-
-
-def checked_scale(op: str, scale: Any, d: int) -> float:
-    found: float = 1 / math.sqrt(d) if scale is None else scale
-    if not -MAX_SCALE <= found <= MAX_SCALE:
-        raise ValueError(f"{op}: scale must be finite and not above {MAX_SCALE:.3g} in size, got {found!r}")
-    return found
-
-
-def check_sinks(op: str, q: Tensor, sinks: Any, softcap: float | None) -> None:
     if sinks is not None:
         arguments.check_tensor(op, "sinks", sinks)
-        arguments.check_shape(op, "sinks", sinks, (q.shape[1],))
+        arguments.check_shape(op, "sinks", sinks, (h,))
         arguments.check_same_device(op, q=q, sinks=sinks)
     if softcap is not None and not launches.MIN_SCALE <= softcap <= MAX_SCALE:
         raise ValueError(f"{op}: softcap must be above 0 and not above {MAX_SCALE:.3g}, got {softcap!r}")
+    if scale is not None and not -MAX_SCALE <= scale <= MAX_SCALE:
+        raise ValueError(f"{op}: scale must be finite and not above {MAX_SCALE:.3g} in size, got {scale!r}")
 
 
-def _check_flash(
-    q: Tensor, k: Tensor, v: Tensor, causal: Any, scale: Any, lengths: Any, window: Any, sinks: Any, softcap: Any
-) -> tuple[float, int | None, float | None]:
-    """-> scale, window and softcap. The window is None where it holds all keys, since kernels add to it in 32 bits."""
+def _check(
+    q: Any, k: Any, v: Any, lengths: Any, sinks: Any, causal: bool, scale: Any, window: Any, softcap: Any, gluon: bool
+) -> None:
     op = "flash_attention"
     check_tensors(op, q=q, k=k, v=v)
-    b, h, _, d = q.shape
+    b, _, _, d = q.shape
     arguments.check_shape(op, "k", k, (b, *k.shape[1:3], d))
     arguments.check_shape(op, "v", v, (b, *k.shape[1:3], d))
-    check_heads(op, "k and v", h, k.shape[1])
-    check_sinks(op, q, sinks, softcap)
+    check_scores(op, q, "k and v", k.shape[1], sinks, scale, softcap)
     if lengths is not None:
         arguments.check_indices(op, "lengths", lengths)
         arguments.check_shape(op, "lengths", lengths, (b,))
         arguments.check_same_device(op, q=q, lengths=lengths)
-    if window is not None:
-        if window < 1 or not causal:
-            raise ValueError(
-                f"{op}: window must be at least 1 and come with causal=True, got {window} and causal={causal}; for other "
-                f"masks there is FlexAttention (torch.nn.attention.flex_attention)"
-            )
-        if window >= k.shape[2]:
-            window = None
-    return checked_scale(op, scale, d), window, softcap
+    if window is not None and (window < 1 or not causal):
+        raise ValueError(
+            f"{op}: window must be at least 1 and come with causal=True, got {window} and causal={causal}; for other "
+            f"masks there is FlexAttention (torch.nn.attention.flex_attention)"
+        )
 
 
 # --- forward --------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class Plan:
-    """What is decided for a kind of forward pass, to keys that lie together or in pages."""
+class SplitKeys:
+    """The kernel for few queries, whose keys are split over programs."""
 
-    scale: float
-    window: int | None
-    softcap: float | None
-    readable: bool  # kernels can read the tensors as they lie, and queries are not multiplied beforehand
-    scaling: launches.Scaling
-    lse_shape: torch.Size | None
-    sums_dtype: torch.dtype  # of lse, and of what splits leave
-    split: launches.SplitKeys | None  # few queries
-    tiles: launches.Tiles | None  # many; neither: there is nothing to see
-    sinks_afterwards: tuple[Launch, tuple[int]] | None = None
+    launch: Launch
+    grid: tuple[int, int]
+    partial_shape: tuple[int] | None  # of what the programs of a tile leave for the last to merge; None: there is one
 
 
-_plans = KeptPlans[Plan]()
+@derived
+def split_keys(p: Problem, with_lse: bool) -> SplitKeys:
+    """``p``: with a number of keys that is rounded up to a multiple of 64, so that a cache that grows has few problems."""
+    constants = {
+        "D": p.d, "GROUP": p.group, "LENGTHS": p.lengths, "WINDOW": p.window is not None, "PAGE": p.page,
+        "SINKS": p.sinks, "SOFTCAP": p.softcap, "LSE": with_lse, "ACC": tl_accumulator(p.dtype), "PRECISION": p.precision,
+    }  # fmt: skip
+    if p.properties.same_bits:
+        return _same_bits(p, constants)
+    plan = kernels_decode.plan(p.b * p.h_kv, p.group * p.n, p.s, p.d, p.dtype.itemsize, p.properties, p.page)
+    launch = launcher(
+        kernels_decode._flash_attention_decode_kernel, CAUSAL=p.causal and p.n > 1, **constants,
+        **plan.config.kwargs, num_warps=plan.config.num_warps, num_stages=plan.config.num_stages,
+    )  # fmt: skip
+    partial_shape = (plan.programs * plan.rows * (p.d + 1),) if plan.splits > 1 else None
+    return SplitKeys(launch, (plan.tiles, plan.splits), partial_shape)
 
 
-def _flash(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, lengths: Tensor | None, window: int | None,
-    sinks: Tensor | None, softcap: float | None, *, with_lse: bool,
-) -> tuple[Plan, Tensor, Tensor | None]:  # fmt: skip
-    """-> the plan, o like q, and lse (B, H, N) in base 2, which may be None where it is not asked for."""
-    plan = _flash_plan(q, k, v, causal, scale, lengths, window, sinks, softcap, with_lse)
-    if lengths is not None:
-        arguments.check_index_values("flash_attention", "lengths", lengths, k.shape[2] + 1)
-    return plan, *forward(plan, q, k, v, lengths, None, sinks)
+def _same_bits(p: Problem, constants: dict[str, Any]) -> SplitKeys:
+    """The kernel for any number of queries whose rows are the same bits in any batch (batch-invariant)."""
+    config = kernels_same_bits.config(p.d, p.dtype.itemsize, p.properties)
+    rows, block_m = p.group * p.n, config.kwargs["BLOCK_M"]
+    tiles, parts = p.b * p.h_kv * cdiv(rows, block_m), 1
+    if split := kernels_same_bits.splits(tiles, p.n, p.s, p.properties):
+        parts = cdiv(p.s, kernels_same_bits.PART)
+    kept = min(block_m, 1 << (rows - 1).bit_length())
+    launch = launcher(
+        kernels_same_bits._flash_attention_same_bits_kernel, CAUSAL=p.causal, **constants, SPLIT=split, ROWS=kept,
+        **config.kwargs, num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    return SplitKeys(launch, (tiles, parts), (tiles * parts * kept * (p.d + 2),) if split else None)
 
 
-def _flash_plan(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, lengths: Tensor | None, window: int | None,
-    sinks: Tensor | None, softcap: float | None, with_lse: bool,
-) -> Plan:  # fmt: skip
-    """The plan for calls like this one: the one that is kept, or a new one, for which the arguments are checked."""
-    aligned, precision = is_aligned(q, k, v), launches.precision(q)
-    tensors = form(q), form(k), form(v), form(lengths)
-    asked = causal, scale, window, form(sinks), softcap, with_lse
-    others = aligned, asked, precision, launches.HAS_GLUON, runtime.plan_mode()
-    plan = _plans.get((tensors, others))
-    if plan is None:
-        kind = _without_length(tensors, window), others
-        plan = _plans.get(kind)
-        if plan is None:
-            plan = _new_flash_plan(
-                q, k, v, causal, scale, lengths, window, sinks, softcap, with_lse, aligned, precision
-            )
-            _plans.keep(kind, plan)
-        _plans.keep((tensors, others), plan)
-    return plan
-
-
-def _without_length(tensors: tuple[Any, ...], window: int | None) -> tuple[Any, ...]:
-    """What a plan for few queries depends on: of the number of keys only how many blocks of 64 they are.
-
-    So a cache that grows by a key a call keeps its plan. For more queries, the tensors' forms as they are.
-    """
-    q, k, v, lengths = tensors
-    if None in (q, k, v) or any(len(shape) != 4 for shape, *_ in (q, k, v)) or q[0][2] > kernels_decode.MAX_QUERIES:
-        return tensors
-    (shape, k_strides, *k_others), (v_shape, v_strides, *v_others) = k, v
-    b, h_kv, s, d = shape
-    readable = launches.are_in_pieces(k_strides), launches.are_in_pieces(v_strides)
-    seen = window is None or window >= s
-    return q, b, h_kv, cdiv(s, 64), d, shape == v_shape or v_shape, *k_others, *v_others, *readable, lengths, seen
-
-
-def _new_flash_plan(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, lengths: Tensor | None, window: int | None,
-    sinks: Tensor | None, softcap: float | None, with_lse: bool, aligned: bool, precision: str,
-) -> Plan:  # fmt: skip
-    scale, window, softcap = _check_flash(q, k, v, causal, scale, lengths, window, sinks, softcap)
-    problem = launches.problem(q, k, causal, lengths, window, precision, sinks=sinks, softcap=softcap)
-    split = tiles = afterwards = None
-    few = problem.n <= kernels_decode.MAX_QUERIES or problem.properties.same_bits  # whose kernel takes any number
-    if q.numel() and k.numel() and few:
-        split = launches.split_keys(problem, with_lse)
-    elif q.numel() and k.numel():
-        tiles = launches.forward(problem, launches.reach(problem, (q, k, v), (q,)))
-        afterwards = launches.sinks_afterwards(problem, tiles)
-    scaling = launches.scaling(q.dtype, scale)
-    readable = aligned and scaling.queries == 1 and all(launches.are_in_pieces(t.stride()) for t in (q, k, v))
-    lse_shape = q.shape[:3] if with_lse or tiles else None
-    dtype = accumulator(q.dtype)
-    return Plan(scale, window, softcap, readable, scaling, lse_shape, dtype, split, tiles, afterwards)
-
-
-def forward(
-    plan: Plan, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, table: Tensor | None, sinks: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """-> o and lse. With a ``table`` k and v are pages, which kernels read wherever they lie."""
-    o = _like(q)
-    lse = None if plan.lse_shape is None else empty(plan.lse_shape, plan.sums_dtype, q)
-    if plan.split is None and plan.tiles is None:
-        return o.zero_(), None if lse is None else lse.fill_(math.inf)
-    q, scale = plan.scaling.of_queries(q), plan.scaling.scores
-    if not plan.readable:
-        q = launches.readable(q)
-        k, v = (k, v) if table is not None else (launches.readable(k), launches.readable(v))
-    if plan.split is not None:
-        split, partial, counted = plan.split, o, o
-        s = k.shape[2] if table is None else k.shape[2] * table.shape[1]
-        if split.partial_shape is not None:
-            partial = empty(split.partial_shape, plan.sums_dtype, q)
-            counted = counters(split.grid[0], q.device)
-        split.launch(
-            split.grid, q, *q.stride(), k, *k.stride(), v, *v.stride(), o, *o.stride(), o if lse is None else lse,
-            *strided(lengths, 1, o), *strided(table, 2, o), partial, counted,
-            *q.shape[1:3], s, k.shape[0], plan.window or 0, scale, *strided(sinks, 1, o),
-        )  # fmt: skip
-    elif plan.tiles is not None:
-        tiles = plan.tiles
-        tiles.launch(
-            tiles.grid, *tiles.queries.of(q), *tiles.keys.of(k), *tiles.keys.of(v), *tiles.results.of(o), lse,
-            *tiles.sizes, *tiles.seen(lengths, lse), scale, *tiles.joining(sinks, lse),
-        )  # fmt: skip
-        if plan.sinks_afterwards is not None and sinks is not None:
-            launch, grid = plan.sinks_afterwards
-            launch(grid, o, *o.stride(), lse, sinks, *sinks.stride(), *q.shape[1:3])
-    return o, lse
-
-
-def _like(tensor: Tensor) -> Tensor:
-    """New memory in the tensor's shape and, where it is dense, its strides."""
-    return empty(tensor.shape, tensor.dtype, tensor) if tensor.is_contiguous() else torch.empty_like(tensor)
-
-
-# --- gradients ------------------------------------------------------------------------------------------------------
-
-
-class _Attention(torch.autograd.Function):
-    """Attention that autograd records, where nobody observes the call."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: Any, lengths: Any, window: Any, sinks: Any,
-        softcap: Any,
-    ) -> Tensor:  # fmt: skip
-        plan, o, lse = _flash(q, k, v, causal, scale, lengths, window, sinks, softcap, with_lse=True)
-        _keep(ctx, (q, k, v, causal, plan.scale, lengths, plan.window, sinks, plan.softcap), (o, lse))
-        return o
-
-    @staticmethod
-    def backward(ctx: Any, do: Tensor | None) -> tuple[Tensor | None, ...]:
-        return _gradients(ctx, do)
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    q, k, v, ctx.causal, ctx.scale, lengths, ctx.window, sinks, ctx.softcap = inputs
-    keep_mode(ctx)
-    ctx.save_for_backward(q, k, v, *output, lengths, sinks)
-    ctx.set_materialize_grads(False)
-
-
-@in_mode_of_forward
-def _gradients(ctx: Any, do: Tensor | None, _lse: None = None) -> tuple[Tensor | None, ...]:
-    """-> the gradients of all arguments."""
-    if do is None:
-        return (None,) * 9
-    q, k, v, o, lse, lengths, sinks = ctx.saved_tensors
-    by_operator = torch.is_grad_enabled() or observed(do, q, k, v, o, lse, lengths, sinks)
-    dq, dk, dv, dsinks = (_backward_operator if by_operator else _backward)(
-        do, q, k, v, o, lse, ctx.causal, ctx.scale, lengths, ctx.window, sinks, ctx.softcap
-    )
-    return dq, dk, dv, None, None, None, None, None if sinks is None else dsinks, None
+def _forward_tiles(p: Problem) -> Tiles:
+    """The kernel for many queries."""
+    config = launches.hopper_config("fwd", p)
+    if config is None:
+        return launches.plain_tiles("fwd", kernels._flash_attention_fwd_kernel, p, p.n, p.h, p.s, SINKS=p.sinks)
+    hopper, rows = launches.kernels_hopper, config.kwargs["ROWS"] * config.kwargs["WARPGROUPS"]
+    grid, in_pairs = hopper.forward_grid(cdiv(p.n, rows), p.b * p.h, p.d, p.causal, p.properties.num_sms)
+    sizes = launches.section(p, p.s, p.h), int(in_pairs)
+    return launches.hopper_tiles(hopper._flash_attention_fwd_hopper_kernel, config, p, grid, sizes)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class _BackwardPlan:
-    """What is decided for a kind of backward pass."""
+class ForwardPlan:
+    """What is decided for a kind of forward pass, to keys that lie together or in pages."""
 
     readable: bool  # kernels can read the tensors as they lie
     scaling: launches.Scaling
-    launch_delta: Launch
-    delta_grid: tuple[int]
-    delta_shape: tuple[int, int, int]  # (B, H, N), N rounded up where kernels load whole blocks
-    of_keys: launches.Tiles
-    of_queries: launches.Tiles | None  # None: the kernel for dk and dv computes dq too
-    adding_up: launches.AddingUp | None  # how it adds up dq
-    splits: int  # so many programs share the query heads of one key head
-    partial_shape: tuple[int, ...]  # of their dk and dv
-    of_sinks: Launch | None
+    window: int  # 0: none
+    kernel: SplitKeys | Tiles
+    join_sinks: tuple[Launch, tuple[int]] | None  # to what a kernel for Hopper has made: the kernel, and its grid
 
 
-_backward_plans = KeptPlans[_BackwardPlan]()
-
-
-def _backward_plan(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, causal: bool, scale: float, lengths: Tensor | None,
-    window: int | None, sinks: Tensor | None, softcap: float | None,
-) -> _BackwardPlan:  # fmt: skip
-    aligned, precision = is_aligned(do, q, k, v, o), launches.precision(q)
-    tensors = form(do), form(q), form(k), form(v), form(o), form(lengths), form(sinks)
-    key = tensors, aligned, causal, scale, window, softcap, precision, launches.HAS_GLUON, runtime.plan_mode()
-    plan = _backward_plans.get(key)
-    if plan is None:
-        p = launches.problem(q, k, causal, lengths, window, precision, sinks=sinks, softcap=softcap)
-        reach = launches.reach(p, (q, k, v, do), (q, k, v))
-        scaling, of_queries, adding_up = launches.scaling(p.dtype, scale), None, None
-        if (at_once := launches.all_gradients(p, reach)) is not None:
-            of_keys, n_padded, splits, adding_up = at_once
-        else:
-            of_keys, n_padded, splits = launches.dkdv(p, reach)
-            of_queries = launches.dq(p, reach, n_padded)
-        in_pieces = all(launches.are_in_pieces(t.stride()) for t in (do, q, k, v, o))
-        plan = _BackwardPlan(
-            aligned and in_pieces and scaling.queries == 1, scaling,
-            *launches.delta(p, n_padded, of_keys.vectors is not None), (p.b, p.h, n_padded),
-            of_keys, of_queries, adding_up, splits, (p.b, p.h_kv * splits, p.s, p.d),
-            None if sinks is None else launches.dsinks(p),
-        )  # fmt: skip
-        _backward_plans.keep(key, plan)
-    return plan
-
-
-def _backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool, scale: float,
-    lengths: Tensor | None, window: int | None, sinks: Tensor | None, softcap: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """-> dq, dk, dv and dsinks, like q, k, v and sinks; without sinks one of no elements."""
-    dq, dk, dv, dsinks = _like(q), _like(k), _like(v), _like_sinks(q, sinks)
-    if k.numel() == 0 or o.numel() == 0:
-        return dq.zero_(), dk.zero_(), dv.zero_(), dsinks.zero_()
-    plan = _backward_plan(do, q, k, v, o, causal, scale, lengths, window, sinks, softcap)
-    scaling, (_, h, n_padded), n = plan.scaling, plan.delta_shape, q.shape[2]
-    q = scaling.of_queries(q)
-    if not plan.readable:
-        do, q, k, v, o = map(launches.readable, (do, q, k, v, o))
-    delta = empty(plan.delta_shape, lse.dtype, q)
-    padded = lse if plan.of_keys.vectors is None else empty(plan.delta_shape, lse.dtype, q)
-    plan.launch_delta(plan.delta_grid, o, *o.stride(), do, *do.stride(), lse, delta, padded, h, n, n_padded)
-    if plan.of_sinks is not None and sinks is not None:
-        plan.of_sinks((h,), padded, delta, sinks, *sinks.stride(), dsinks, q.shape[0], h, n_padded)
-    sums = dk, dv
-    if plan.splits > 1:
-        sums = empty(plan.partial_shape, k.dtype, k), empty(plan.partial_shape, v.dtype, v)
-    adding_up, dq_sums, dq_arguments = plan.adding_up, dq, ()
-    if adding_up is not None:
-        dq_sums = empty(adding_up.shape, lse.dtype, q)
-        dq_arguments = adding_up.of(dq, dq_sums, counters(adding_up.counters, q.device))
-    for tiles, results, more in ((plan.of_keys, sums, dq_arguments), (plan.of_queries, (dq,), ())):
-        if tiles is None:
-            continue
-        tiles.launch(
-            tiles.grid, *tiles.queries.of(q), *tiles.keys.of(k), *tiles.keys.of(v), *tiles.queries.of(do),
-            tiles.vector(padded), tiles.vector(delta), *(part for result in results for part in tiles.results.of(result)),
-            *more, *tiles.sizes, *tiles.seen(lengths, padded), scaling.scores, scaling.gradients,
-        )  # fmt: skip
-    if adding_up is not None and adding_up.round is not None:
-        adding_up.round(adding_up.round_grid, dq_sums, dq, *dq.stride()[:3], h, n, scaling.gradients)
-    if plan.splits > 1:
-        for result, partial in zip((dk, dv), sums, strict=True):
-            torch.sum(partial.unflatten(1, (k.shape[1], plan.splits)), 2, out=result)
-    if scaling.dq != 1:
-        dq *= scaling.dq
-    if scaling.dk != 1:
-        dk *= scaling.dk
-    return dq, dk, dv, dsinks
-
-
-def _like_sinks(q: Tensor, sinks: Tensor | None) -> Tensor:
-    return empty((0,), q.dtype, q) if sinks is None else empty(sinks.shape, sinks.dtype, sinks)
-
-
-# --- where somebody observes: operators -----------------------------------------------------------------------------
-
-
-def _flash_by_operators(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, lengths: Tensor | None, window: int | None,
-    sinks: Tensor | None, softcap: float | None,
-) -> Tensor:  # fmt: skip
-    q, k, v = arguments.in_autocast_dtype(q, k, v)
-    scale, window, softcap = _check_flash(q, k, v, causal, scale, lengths, window, sinks, softcap)
-    o: Tensor
-    if wants_gradient(q, k, v, sinks):
-        o, _ = _flash_operator(q, k, v, causal, scale, lengths, window, sinks, softcap)
+def forward_plan(p: Problem, scale: Any, gluon: bool, with_lse: bool, *read: Tensor) -> ForwardPlan:
+    """``read``: q and, unless they lie in pages, k and v."""
+    scaling, join_sinks = launches.scaling(read[0], scale), None
+    kernel: SplitKeys | Tiles
+    if p.n <= kernels_decode.MAX_QUERIES or p.properties.same_bits:  # whose kernel takes any number
+        kernel = split_keys(dataclasses.replace(p, s=64 * cdiv(p.s, 64)), with_lse)
     else:
-        o = _inference_operator(q, k, v, causal, scale, lengths, window, sinks, softcap)
-    return o
+        kernel = _forward_tiles(launches.with_tma(p, gluon, read, read[:1]))
+        if p.sinks and kernel.window is None:
+            config = kernels.SINKS_CONFIG
+            launch = launcher(
+                kernels._flash_attention_sinks_kernel, D=p.d, ACC=tl_accumulator(p.dtype), BLOCK_D=kernels.block_d(p.d),
+                **config.kwargs, num_warps=config.num_warps,
+            )  # fmt: skip
+            join_sinks = launch, (cdiv(p.n, config.kwargs["BLOCK_M"]) * p.b * p.h,)
+    as_they_lie = scaling.queries == 1 and all(map(is_readable, read))
+    return ForwardPlan(as_they_lie, scaling, p.window or 0, kernel, join_sinks)
 
 
-def _keep_flash(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _keep(ctx, inputs, output)
-    ctx.mark_non_differentiable(output[1])
+def run_forward(
+    plan: ForwardPlan, o: Tensor, lse: Any, q: Tensor, k: Tensor, v: Tensor, lengths: Any, table: Any, sinks: Any
+) -> None:
+    """Fill o and, where it is wanted, lse. With a ``table`` k and v are pages, which kernels read wherever they lie."""
+    kernel, scores, s = plan.kernel, plan.scaling.scores, k.shape[2]
+    q = plan.scaling.scale_queries(q)
+    if not plan.readable:
+        q = readable(q)
+        k, v = (k, v) if table is not None else (readable(k), readable(v))
+    if isinstance(kernel, SplitKeys):
+        partial, tickets = o, o
+        if kernel.partial_shape is not None:
+            partial = empty(kernel.partial_shape, accumulator(q.dtype), q)
+            tickets = counters(kernel.grid[0], q.device)
+        kernel.launch(
+            kernel.grid, q, *q.stride(), k, *k.stride(), v, *v.stride(), o, *o.stride(), o if lse is None else lse,
+            *strided(lengths, 1, o), *strided(table, 2, o), partial, tickets, *q.shape[1:3],
+            s if table is None else s * table.shape[1], k.shape[0], plan.window, scores, *strided(sinks, 1, o),
+        )  # fmt: skip
+        return
+    if lse is None:  # these kernels always write it
+        lse = empty(q.shape[:3], accumulator(q.dtype), q)
+    kernel.launch(
+        kernel.grid, *kernel_args(kernel.queries, q), *kernel_args(kernel.keys, k), *kernel_args(kernel.keys, v),
+        *kernel_args(kernel.results, o), lse,
+        *kernel.sizes, *kernel.mask_args(lengths, lse), scores, *kernel.sink_args(sinks, lse),
+    )  # fmt: skip
+    if plan.join_sinks is not None:
+        launch, grid = plan.join_sinks
+        launch(grid, o, *o.stride(), lse, sinks, *sinks.stride(), *q.shape[1:3])
 
 
-_flash_operator = operator(
-    "flash_attention(Tensor q, Tensor k, Tensor v, bool causal, float scale, Tensor? lengths, int? window, "
-    "Tensor? sinks, float? softcap) -> (Tensor, Tensor)",
-    outputs=lambda q, *_: (torch.empty_like(q), q.new_empty(q.shape[:3], dtype=accumulator(q.dtype))),
-    run=lambda *args: _flash(*args, with_lse=True)[1:],
-    setup_context=_keep_flash,
+# --- the operator ---------------------------------------------------------------------------------------------------
+
+
+def _outputs(q: Tensor, *others: Any) -> tuple[Tensor, Tensor | None]:
+    """-> o like q; for the backward pass lse (B, H, N), in base 2."""
+    *_, record = others
+    return like(q), empty(q.shape[:3], accumulator(q.dtype), q) if record else None
+
+
+def _plan(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Any, sinks: Any, causal: bool, scale: Any, window: Any, softcap: Any,
+    gluon: bool, record: bool,
+) -> ForwardPlan | None:  # fmt: skip
+    if q.numel() == 0 or k.numel() == 0:
+        return None
+    p = launches.problem(q, k, lengths, sinks, causal, window, softcap)
+    return forward_plan(p, scale, gluon, record, q, k, v)
+
+
+def _run(
+    plan: ForwardPlan, outputs: tuple[Any, Any], q: Tensor, k: Tensor, v: Tensor, lengths: Any, sinks: Any, *_: Any
+) -> None:
+    if lengths is not None:
+        arguments.check_index_values("flash_attention", "lengths", lengths, k.shape[2] + 1)
+    run_forward(plan, *outputs, q, k, v, lengths, None, sinks)
+
+
+def _gradients(call: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+    """-> the gradients of q, k, v, lengths (there is none) and sinks."""
+    dq, dk, dv, dsinks = attention_backward(
+        do, *call.saved, *call.kept, call.causal, call.scale, call.window, call.softcap, call.gluon
+    )
+    *_, sinks = call.wanted
+    return dq, dk, dv, None, None if sinks is None else dsinks
+
+
+_attention = Op(
+    "flash_attention(Tensor q, Tensor k, Tensor v, Tensor? lengths, Tensor? sinks, bool causal, float? scale, "
+    "SymInt? window, float? softcap, bool gluon, bool record) -> (Tensor o, Tensor lse)",
+    check=_check,
+    outputs=_outputs,
+    plan=_plan,
+    run=_run,
+    saves=("q", "k", "v", "o", "lse", "sinks"),
+    keeps=("lengths",),
+    autocast=("q", "k", "v"),
     backward=_gradients,
-)
-
-_inference_operator = operator(
-    "flash_attention_inference(Tensor q, Tensor k, Tensor v, bool causal, float scale, Tensor? lengths, int? window, "
-    "Tensor? sinks, float? softcap) -> Tensor",
-    outputs=lambda q, *_: torch.empty_like(q),
-    run=lambda *args: _flash(*args, with_lse=False)[1],
-)
-
-_backward_operator = operator(
-    "flash_attention_backward(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, bool causal, float scale, "
-    "Tensor? lengths, int? window, Tensor? sinks, float? softcap) -> (Tensor, Tensor, Tensor, Tensor)",
-    outputs=lambda do, q, k, v, *others: (*map(torch.empty_like, (q, k, v)), _like_sinks(q, others[-2])),
-    run=_backward,
-)
-
-
-SOURCES = sources()
-_flash_whole = composite(
-    "flash_attention_whole(Tensor q, Tensor k, Tensor v, bool causal, float? scale, Tensor? lengths, SymInt? window, "
-    "Tensor? sinks, float? softcap) -> Tensor",
-    _flash_by_operators,
 )

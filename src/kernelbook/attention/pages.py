@@ -1,28 +1,16 @@
-"""Keys and values in pages: attention of a few new queries, and writing what is new; in the order of a call."""
+"""Keys and values in pages: attention of a few new queries, and writing what is new. Public functions, then the operators."""
 
+import dataclasses
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
 from kernelbook import arguments, runtime  # before Triton, which it sets up
-from kernelbook.attention import kernels_decode, launches
-from kernelbook.attention.op import (
-    NUMBER,
-    Plan,
-    check_heads,
-    check_sinks,
-    check_tensors,
-    checked_scale,
-    forward,
-    plain_arguments,
-)
-from kernelbook.launch import NAMESPACE, composite, library, operator, sources
-from kernelbook.memory import accumulator
-from kernelbook.observed import are_tensors, form, is_aligned, observed, wants_gradient
-from kernelbook.plans import KeptPlans
-from kernelbook.tensors import written
+from kernelbook.attention import kernels, kernels_decode, launches
+from kernelbook.attention.op import ForwardPlan, check_scores, check_tensors, forward_plan, numbers, run_forward
+from kernelbook.launch import Launch, cdiv, launcher
+from kernelbook.operators import Op
 
 __all__ = ["append_to_pages", "paged_attention"]
 
@@ -61,16 +49,9 @@ def paged_attention(
         ValueError: a shape, a device, ``scale`` or ``softcap`` is not as above, or, where they are checked, an entry of ``lengths`` or
             ``block_table``.
     """
-    if type(scale) not in NUMBER or type(softcap) not in NUMBER:
-        _, scale, _, softcap = plain_arguments("paged_attention", True, scale, None, softcap)
-    tensors = q, k_pages, v_pages, block_table, lengths
-    if is_dynamo_compiling() and are_tensors(*tensors, sinks):
-        return _paged_whole(*tensors, scale, sinks, softcap, SOURCES)  # type: ignore[no-any-return]
-    if observed(*tensors, sinks) or wants_gradient(q, k_pages, v_pages, sinks):
-        return _paged_by_operator(*tensors, scale, sinks, softcap)
-    if torch._C._is_any_autocast_enabled():
-        q, k_pages, v_pages = arguments.in_autocast_dtype(q, k_pages, v_pages)
-    return _paged(q, k_pages, v_pages, block_table, lengths, scale, sinks, softcap)
+    scale, softcap = numbers("paged_attention", scale, softcap)
+    o: Tensor = _paged(q, k_pages, v_pages, block_table, lengths, sinks, scale, softcap)
+    return o
 
 
 def append_to_pages(
@@ -92,11 +73,7 @@ def append_to_pages(
         ValueError: a shape or a device is not as above, or, where they are checked, an entry of ``lengths`` or
             ``block_table``.
     """
-    if observed(k, v, k_pages, v_pages, block_table, lengths) or wants_gradient(k, v, k_pages, v_pages):
-        _check_append(k, v, k_pages, v_pages, block_table, lengths)
-        _append_operator(k, v, k_pages, v_pages, block_table, lengths)
-    else:
-        _append(k, v, k_pages, v_pages, block_table, lengths)
+    _append(k, v, k_pages, v_pages, block_table, lengths)
 
 
 # --- checks ---------------------------------------------------------------------------------------------------------
@@ -118,17 +95,14 @@ def _check_pages(op: str, k_pages: Any, v_pages: Any, block_table: Any, lengths:
 
 
 def _check_paged(
-    q: Any, k_pages: Any, v_pages: Any, block_table: Any, lengths: Any, scale: Any, sinks: Any, softcap: Any
-) -> tuple[float, float | None]:
-    """-> scale and softcap."""
+    q: Any, k_pages: Any, v_pages: Any, block_table: Any, lengths: Any, sinks: Any, scale: Any, softcap: Any
+) -> None:
     op = "paged_attention"
     check_tensors(op, q=q, k_pages=k_pages, v_pages=v_pages)
     if q.shape[2] > kernels_decode.MAX_QUERIES:
         raise ValueError(f"{op}: q must have at most {kernels_decode.MAX_QUERIES} queries, got shape {tuple(q.shape)}")
     _check_pages(op, k_pages, v_pages, block_table, lengths, "q", q)
-    check_heads(op, "k_pages and v_pages", q.shape[1], k_pages.shape[1])
-    check_sinks(op, q, sinks, softcap)
-    return checked_scale(op, scale, q.shape[3]), softcap
+    check_scores(op, q, "k_pages and v_pages", k_pages.shape[1], sinks, scale, softcap)
 
 
 def _check_append(k: Any, v: Any, k_pages: Any, v_pages: Any, block_table: Any, lengths: Any) -> None:
@@ -140,104 +114,94 @@ def _check_append(k: Any, v: Any, k_pages: Any, v_pages: Any, block_table: Any, 
 
 
 def _check_table(op: str, table: Tensor, first: Tensor, end: Tensor, k_pages: Tensor) -> None:
-    """Raises unless the pages of positions ``[first, end)`` are in the pool, or -1; for ``KERNELBOOK_DEBUG=1``: it waits."""
+    """Raise unless the pages of positions ``[first, end)`` are in the pool, or -1; for ``KERNELBOOK_DEBUG=1``: it waits."""
     page = k_pages.shape[2]
     begins = torch.arange(0, table.shape[1] * page, page, device=table.device)
     pages = table[(begins < end[:, None]) & (begins + page > first[:, None])]
     arguments.check_index_values(op, "block_table", pages[pages != -1], k_pages.shape[0])
 
 
-# --- what a call does -----------------------------------------------------------------------------------------------
-
-_plans = KeptPlans[Plan]()
+# --- attention ------------------------------------------------------------------------------------------------------
 
 
-def _paged(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, lengths: Tensor, scale: float | None,
-    sinks: Tensor | None, softcap: float | None,
-) -> Tensor:  # fmt: skip
-    aligned, precision, debug = is_aligned(q), launches.precision(q), runtime.debug_enabled()
-    tensors = form(q), form(k_pages), form(v_pages), form(block_table), form(lengths), form(sinks)
-    key = tensors, aligned, scale, softcap, precision, runtime.plan_mode()
-    plan = _plans.get(key)
-    if plan is None:
-        scale, softcap = _check_paged(q, k_pages, v_pages, block_table, lengths, scale, sinks, softcap)
-        problem, split = (
-            launches.problem(q, k_pages, True, lengths, None, precision, block_table, sinks=sinks, softcap=softcap),
-            None,
-        )
-        if q.numel() and k_pages.numel() and problem.s:
-            split = launches.split_keys(problem, False)
-        scaling = launches.scaling(q.dtype, scale)
-        readable = aligned and scaling.queries == 1 and launches.are_in_pieces(q.stride())
-        plan = Plan(scale, None, softcap, readable, scaling, None, accumulator(q.dtype), split, None)
-        _plans.keep(key, plan)
-    if debug or not q.is_cuda:
-        room = block_table.shape[1] * k_pages.shape[2]
-        arguments.check_index_values("paged_attention", "lengths", lengths, room + 1)
-    if debug:
+def _plan_paged(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, lengths: Tensor, sinks: Any, scale: Any, softcap: Any
+) -> ForwardPlan | None:  # fmt: skip
+    if not (q.numel() and k_pages.numel() and block_table.numel()):
+        return None
+    p = launches.problem(q, k_pages, lengths, sinks, True, None, softcap, block_table)
+    return forward_plan(p, scale, False, False, q)
+
+
+def _run_paged(
+    plan: ForwardPlan, outputs: tuple[Any], q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor,
+    lengths: Tensor, sinks: Any, *_: Any,
+) -> None:  # fmt: skip
+    room = block_table.shape[1] * k_pages.shape[2]
+    arguments.check_index_values("paged_attention", "lengths", lengths, room + 1)
+    if runtime.debug_enabled():
         _check_table("paged_attention", block_table, torch.zeros_like(lengths), lengths, k_pages)
-    return forward(plan, q, k_pages, v_pages, lengths, block_table, sinks)[0]
+    run_forward(plan, *outputs, None, q, k_pages, v_pages, lengths, block_table, sinks)
 
 
-_append_plans = KeptPlans[launches.Append]()
+_paged = Op(
+    "paged_attention(Tensor q, Tensor k_pages, Tensor v_pages, Tensor block_table, Tensor lengths, Tensor? sinks, "
+    "float? scale, float? softcap) -> Tensor o",
+    check=_check_paged,
+    outputs=lambda q, *_: (launches.like(q),),
+    plan=_plan_paged,
+    run=_run_paged,
+    autocast=("q", "k_pages", "v_pages"),
+)
+
+# --- writing --------------------------------------------------------------------------------------------------------
 
 
-def _append(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, lengths: Tensor) -> None:
-    tensors = form(k), form(v), form(k_pages), form(v_pages), form(block_table), form(lengths)
-    key, debug = (tensors, runtime.plan_mode()), runtime.debug_enabled()
-    plan = _append_plans.get(key)
-    if plan is None:
-        _check_append(k, v, k_pages, v_pages, block_table, lengths)
-        plan = launches.append(k, k_pages, block_table)
-        _append_plans.keep(key, plan)
-    if plan.grid == (0,):
-        return
-    if debug or not k.is_cuda:
-        arguments.check_index_values("append_to_pages", "lengths", lengths, None)
-    if debug:
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class AppendPlan:
+    launch: Launch
+    grid: tuple[int]
+    sizes: tuple[int, ...]
+
+
+def _plan_append(
+    k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, lengths: Tensor
+) -> AppendPlan | None:
+    (b, h_kv, n, d), (pages, _, page, _), config = k.shape, k_pages.shape, kernels_decode.APPEND_CONFIG
+    if not (k.numel() and block_table.numel() and pages):  # nothing to write, or nowhere
+        return None
+    launch = launcher(
+        kernels_decode._append_to_pages_kernel, PAGE=page, D=d, BLOCK_D=kernels.block_d(d), **config.kwargs,
+        num_warps=config.num_warps,
+    )  # fmt: skip
+    grid = (b * cdiv(h_kv * n, config.kwargs["BLOCK_R"]),)
+    return AppendPlan(launch, grid, (h_kv, n, page * block_table.shape[1], pages))
+
+
+def _run_append(
+    plan: AppendPlan,
+    _: Any,
+    k: Tensor,
+    v: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+) -> None:
+    arguments.check_index_values("append_to_pages", "lengths", lengths, None)
+    if runtime.debug_enabled():
         _check_table("append_to_pages", block_table, lengths, lengths + k.shape[2], k_pages)
     plan.launch(
         plan.grid, k, *k.stride(), v, *v.stride(), k_pages, *k_pages.stride(), v_pages, *v_pages.stride(),
         block_table, *block_table.stride(), lengths, *lengths.stride(), *plan.sizes,
     )  # fmt: skip
-    written(k_pages, v_pages)
 
 
-# --- where somebody observes: operators -----------------------------------------------------------------------------
-
-
-def _paged_by_operator(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, lengths: Tensor, scale: float | None,
-    sinks: Tensor | None, softcap: float | None,
-) -> Tensor:  # fmt: skip
-    q, k_pages, v_pages = arguments.in_autocast_dtype(q, k_pages, v_pages)
-    scale, softcap = _check_paged(q, k_pages, v_pages, block_table, lengths, scale, sinks, softcap)
-    return _paged_operator(q, k_pages, v_pages, block_table, lengths, scale, sinks, softcap)  # type: ignore[no-any-return]
-
-
-_paged_operator = operator(
-    "paged_attention(Tensor q, Tensor k_pages, Tensor v_pages, Tensor block_table, Tensor lengths, float scale, "
-    "Tensor? sinks, float? softcap) -> Tensor",
-    outputs=lambda q, *_: torch.empty_like(q),
-    run=_paged,
-)
-
-# launch.operator() is for operators that return what they compute; this one writes into its arguments.
-_append_library = library("append_to_pages")
-torch.library.define(
-    f"{NAMESPACE}::append_to_pages",
-    "(Tensor k, Tensor v, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor block_table, Tensor lengths) -> ()",
-    lib=_append_library,
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-torch.library.impl(f"{NAMESPACE}::append_to_pages", "default", _append, lib=_append_library)
-torch.library.register_fake(f"{NAMESPACE}::append_to_pages", lambda *_tensors: None, lib=_append_library)
-_append_operator = torch.ops.kernelbook.append_to_pages.default
-
-SOURCES = sources()
-_paged_whole = composite(
-    "paged_attention_whole(Tensor q, Tensor k_pages, Tensor v_pages, Tensor block_table, Tensor lengths, float? scale, "
-    "Tensor? sinks, float? softcap) -> Tensor",
-    _paged_by_operator,
+_append = Op(
+    "append_to_pages(Tensor k, Tensor v, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor block_table, Tensor lengths) -> ()",
+    check=_check_append,
+    outputs=lambda *_: (),
+    plan=_plan_append,
+    run=_run_append,
+    results=0,
 )

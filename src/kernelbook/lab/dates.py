@@ -108,7 +108,7 @@ class Sources:
 
 _HOST = (
     "launch.py", "observed.py", "memory.py", "plans.py", "tensors.py", "attention/op.py", "attention/launches.py",
-    "attention/pages.py", "layer_norm/op.py", "moe_lora/op.py", "moe_lora/routing.py",
+    "attention/backward.py", "attention/pages.py", "layer_norm/op.py", "moe_lora/op.py", "moe_lora/routing.py",
     "moe_lora/grouped.py", "nf4/op.py", "scatter_ffn/op.py", "sparse_linear/op.py", "sparse_linear/packing.py",
 )  # fmt: skip
 _EXPERTS = ("moe_lora", "nf4", "packed", "packed/products.py", "nn")

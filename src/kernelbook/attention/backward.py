@@ -1,0 +1,196 @@
+"""The backward pass of attention: which kernels compute the gradients, their launches, and the operator."""
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernelbook.attention import kernels, launches
+from kernelbook.attention.launches import Problem, Tiles, is_readable, kernel_args, like, readable
+from kernelbook.launch import Block, Launch, block, cdiv, launcher
+from kernelbook.memory import counters, empty, tl_accumulator
+from kernelbook.operators import Op
+
+__all__ = ["attention_backward"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class DqReduction:
+    """How a kernel for dq, dk and dv adds up dq, in float32."""
+
+    shape: tuple[int, int]  # of the sums
+    counters: int
+    sums: Block | None = None  # None: by pointer, and it writes dq itself
+    round: Launch | None = None  # the sums, to dq
+    round_grid: tuple[int] = (0,)
+
+    def kernel_args(self, dq: Tensor, sums: Tensor) -> tuple[Any, ...]:
+        """dq, the sums and the counters as the kernel's arguments."""
+        to = (*kernel_args(None, dq), sums) if self.sums is None else kernel_args(self.sums, sums)
+        return *to, counters(self.counters, dq.device)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class GradientKernels:
+    dkdv: Tiles
+    dq: Tiles | DqReduction  # a reduction: the kernel for dk and dv computes dq too
+    n_padded: int  # rows that the kernels want of lse and delta
+    splits: int  # so many programs share the query heads of one key head; each has dk and dv of its own
+
+
+def choose_kernels(p: Problem) -> GradientKernels:
+    at_once = None if p.causal and p.s < p.n else _all_gradients(p)
+    if at_once is not None:
+        return at_once
+    n_padded, splits, config = p.n, 1, launches.hopper_config("dkdv", p)
+    if config is None:
+        dkdv = launches.plain_tiles("dkdv", kernels._flash_attention_bwd_dkdv_kernel, p, p.s, p.h_kv, p.n, n_padded)
+    else:
+        hopper = launches.kernels_hopper
+        n_padded = cdiv(p.n, hopper.PADDING) * hopper.PADDING
+        splits = hopper.parts(p.b * p.h_kv, p.s, p.group, p.d, p.properties.num_sms)
+        kernel, rows, heads = hopper._flash_attention_bwd_dkdv_hopper_kernel, 2 * config.kwargs["ROWS"], p.h_kv * splits
+        if config.kwargs["BLOCK_D"] > 128:
+            kernel, rows = hopper._flash_attention_bwd_dkdv_wide_hopper_kernel, config.kwargs["ROWS"]
+        grid, sizes = cdiv(p.s, rows) * p.b * heads, (n_padded, launches.section(p, p.n, heads))
+        dkdv = launches.hopper_tiles(kernel, config, p, grid, sizes, PARTS=splits)
+    config = launches.hopper_config("dq", p)
+    if config is None:
+        dq = launches.plain_tiles("dq", kernels._flash_attention_bwd_dq_kernel, p, p.n, p.h, p.s, n_padded)
+    else:
+        kernel = launches.kernels_hopper._flash_attention_bwd_dq_hopper_kernel
+        grid, sizes = cdiv(p.n, 2 * config.kwargs["ROWS"]) * p.b * p.h, (n_padded, launches.section(p, p.s, p.h))
+        dq = launches.hopper_tiles(kernel, config, p, grid, sizes)
+    return GradientKernels(dkdv, dq, n_padded, splits)
+
+
+def _all_gradients(p: Problem) -> GradientKernels | None:
+    """One kernel for dq, dk and dv; ``None`` where two are to be used."""
+    config = launches.hopper_config("bwd", p)
+    if config is None:
+        return None
+    hopper, hopper_128, num_sms = launches.kernels_hopper, launches.kernels_hopper_128, p.properties.num_sms
+    block_m, block_n, width = config.kwargs["BLOCK_M"], 2 * config.kwargs["ROWS"], config.kwargs["BLOCK_D"]
+    splits = hopper.parts(p.b * p.h_kv, p.s, p.group, p.d, num_sms)
+    heads, members = p.b * p.h_kv * splits, p.group // splits
+    fitting = kernels.section(p.n, heads, p.d, p.dtype.itemsize, True, p.properties)
+    section = hopper.all_gradients_section(heads, fitting, width, p.causal, num_sms)
+    # Causal wide heads that share a key head: two kernels were measured faster.
+    slower = width > 64 and p.causal and members > 1
+    if slower or not hopper.programs_wait_little(heads, p.n, p.s, members, p.causal, section, block_m, num_sms):
+        return None
+    tiles, constants = p.b * p.h * cdiv(p.n, block_m), {"PARTS": splits, "RAGGED": not p.causal and p.s % block_n > 0}
+    if width <= 64:
+        kernel, constants["D"] = hopper._flash_attention_bwd_hopper_kernel, p.d
+        reduction = DqReduction((tiles, block_m * width), tiles)
+    else:
+        kernel, rounding = hopper_128._flash_attention_bwd_128_hopper_kernel, hopper_128.ROUND_CONFIG
+        half = block(block_m, width // 2, layout=launches.NVMMASharedLayout(128, 32, rank=2))
+        launch = launcher(
+            hopper_128._flash_attention_bwd_round_kernel, D=p.d, BLOCK_M=block_m, BLOCK_D=width,
+            **rounding.kwargs, num_warps=rounding.num_warps,
+        )  # fmt: skip
+        round_grid = (tiles * block_m // rounding.kwargs["ROWS"],)
+        reduction = DqReduction((tiles * block_m, width), 2 * tiles, half, launch, round_grid)
+    n_padded = cdiv(p.n, hopper.PADDING) * hopper.PADDING
+    dkdv = launches.hopper_tiles(kernel, config, p, cdiv(p.s, block_n) * heads, (n_padded, section), **constants)
+    return GradientKernels(dkdv, reduction, n_padded, splits)
+
+
+# --- the operator ---------------------------------------------------------------------------------------------------
+
+
+def _outputs(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, sinks: Tensor | None, *_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """-> dq, dk, dv and dsinks, like q, k, v and sinks."""
+    return like(q), like(k), like(v), None if sinks is None else empty(sinks.shape, sinks.dtype, sinks)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class BackwardPlan:
+    readable: bool  # kernels can read the tensors as they lie
+    scaling: launches.Scaling
+    delta: Launch
+    delta_grid: tuple[int]
+    dsinks: Launch
+    kernels: GradientKernels
+
+
+def _plan(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, sinks: Any, lengths: Any, causal: bool,
+    scale: Any, window: Any, softcap: Any, gluon: bool,
+) -> BackwardPlan | None:  # fmt: skip
+    if k.numel() == 0 or o.numel() == 0:
+        return None
+    p = launches.problem(q, k, lengths, sinks, causal, window, softcap)
+    chosen = choose_kernels(launches.with_tma(p, gluon, (q, k, v, do), (q, k, v)))
+    config, acc, scaling = kernels.DELTA_CONFIG, tl_accumulator(p.dtype), launches.scaling(q, scale)
+    delta = launcher(
+        kernels._flash_attention_bwd_delta_kernel, D=p.d, ACC=acc, PADDED=chosen.dkdv.vectors is not None,
+        BLOCK_D=kernels.block_d(p.d), **config.kwargs, num_warps=config.num_warps,
+    )  # fmt: skip
+    delta_grid = (cdiv(chosen.n_padded, config.kwargs["BLOCK_M"]) * p.b * p.h,)
+    config, kernel = kernels.DSINKS_CONFIG, kernels._flash_attention_bwd_sinks_kernel
+    dsinks = launcher(kernel, ACC=acc, **config.kwargs, num_warps=config.num_warps)
+    as_they_lie = scaling.queries == 1 and all(map(is_readable, (do, q, k, v, o)))
+    return BackwardPlan(as_they_lie, scaling, delta, delta_grid, dsinks, chosen)
+
+
+def _run(
+    plan: BackwardPlan, outputs: tuple[Any, ...], do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
+    sinks: Any, lengths: Any, *_: Any,
+) -> None:  # fmt: skip
+    (b, h, n), (h_kv, s, d), (dq, dk, dv, dsinks) = q.shape[:3], k.shape[1:], outputs
+    scaling, dkdv, splits, n_padded = plan.scaling, plan.kernels.dkdv, plan.kernels.splits, plan.kernels.n_padded
+    q = scaling.scale_queries(q)
+    if not plan.readable:
+        do, q, k, v, o = map(readable, (do, q, k, v, o))
+    delta = empty((b, h, n_padded), lse.dtype, q)
+    padded = lse if dkdv.vectors is None else empty((b, h, n_padded), lse.dtype, q)
+    plan.delta(plan.delta_grid, o, *o.stride(), do, *do.stride(), lse, delta, padded, h, n, n_padded)
+    if sinks is not None:
+        plan.dsinks((h,), padded, delta, sinks, *sinks.stride(), dsinks, b, h, n_padded)
+
+    def launch(tiles: Tiles, *results: Any) -> None:
+        vectors: Any = padded, delta
+        if tiles.vectors is not None:
+            vectors = (*kernel_args(tiles.vectors, padded.view(-1)), *kernel_args(tiles.vectors, delta.view(-1)))
+        tiles.launch(
+            tiles.grid, *kernel_args(tiles.queries, q), *kernel_args(tiles.keys, k), *kernel_args(tiles.keys, v),
+            *kernel_args(tiles.queries, do), *vectors, *results,
+            *tiles.sizes, *tiles.mask_args(lengths, padded), scaling.scores, scaling.gradients,
+        )  # fmt: skip
+
+    to_dk, to_dv, to_dq = dk, dv, plan.kernels.dq
+    if splits > 1:
+        to_dk, to_dv = (empty((b, h_kv * splits, s, d), t.dtype, t) for t in (k, v))
+    results = *kernel_args(dkdv.results, to_dk), *kernel_args(dkdv.results, to_dv)
+    if isinstance(to_dq, DqReduction):
+        sums = empty(to_dq.shape, lse.dtype, q)
+        launch(dkdv, *results, *to_dq.kernel_args(dq, sums))
+        if to_dq.round is not None:
+            to_dq.round(to_dq.round_grid, sums, dq, *dq.stride()[:3], h, n, scaling.gradients)
+    else:
+        launch(dkdv, *results)
+        launch(to_dq, *kernel_args(to_dq.results, dq))
+    if splits > 1:
+        for result, parts in ((dk, to_dk), (dv, to_dv)):
+            torch.sum(parts.unflatten(1, (h_kv, splits)), 2, out=result)
+    if scaling.dq != 1:
+        dq *= scaling.dq
+    if scaling.dk != 1:
+        dk *= scaling.dk
+
+
+attention_backward = Op(
+    "flash_attention_backward(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor? sinks, "
+    "Tensor? lengths, bool causal, float? scale, SymInt? window, float? softcap, bool gluon) "
+    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
+    check=lambda *_: None,
+    outputs=_outputs,
+    plan=_plan,
+    run=_run,
+    results=4,
+)
