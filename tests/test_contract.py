@@ -502,6 +502,11 @@ def test_a_compiler_takes_no_other_numbers(name: str) -> None:
 
 
 # PyTorch's own arguments of modules that stand in for its own.
+def test_every_public_function_has_an_entry() -> None:
+    functions = {name for name in kb.__all__ if inspect.isfunction(getattr(kb, name))}
+    assert functions - {*PROMISES} == {"same_bits"}  # which is a context
+
+
 PYTORCHS = {
     *(f"{kind} {name}" for kind in ("LayerNorm", "RMSNorm") for name in ("normalized_shape", "eps")),
     *(

@@ -51,6 +51,15 @@ def test_a_trace_observes() -> None:
     assert not any(found)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace", "ignore:Converting a tensor", "ignore::torch.jit.TracerWarning")
+def test_torch_jit_trace_takes_a_norm_without_gradients() -> None:
+    """And the trace is PyTorch's own check's, of another number of rows too. book/package.md promises no more."""
+    norm, x = kb.nn.LayerNorm(8).to(runtime.DEVICE), torch.randn(5, 8, device=runtime.DEVICE)
+    with torch.no_grad():
+        traced = torch.jit.trace(norm, (x[:2],))
+        assert torch.equal(traced(x), norm(x))
+
+
 FIRST_CALL = """
 import sys, torch
 import kernelbook as kb
@@ -184,7 +193,7 @@ def _whole_calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[
     ids = torch.tensor([5, 0, 7], device=runtime.DEVICE)
     q, k, v = (draw(1, 2, 20, 16) for _ in range(3))
     pages, table = draw(4, 2, 16, 16), torch.tensor([[3, 1]], device=runtime.DEVICE)
-    x, weight, vector = draw(6, 32), draw(8, 32), draw(32)
+    x, weight = draw(6, 32), draw(8, 32)
     return {
         "flash_attention": (kb.flash_attention, (q, k, v), {"causal": True, "window": 7}),
         "paged_attention": (kb.paged_attention, (q[:, :, :1], pages, pages * 2, table, ids[:1]), {}),

@@ -397,7 +397,7 @@ def test_a_run_that_is_done_can_go_on_for_more_steps(tmp_path: Path) -> None:
     assert more.step == 2
     more.run()
     assert len(more.losses()) == 3 and json.loads((out / "config.json").read_text())["steps"] == 3
-    with pytest.raises(ValueError, match=r"steps must be that of the run in .* \(3\), got 2"):
+    with pytest.raises(ValueError, match=r"steps must be at least that of the run in .* \(3\), got 2"):
         _trainer(out, resume=True, steps=2)
 
 

@@ -291,12 +291,9 @@ class Op:
         )
         torch.library.impl(self.name, "default", self._dispatched, lib=owner)
         torch.library.register_fake(self.name, self._fake, lib=owner)
-        torch.library.register_autograd(
-            self.name,
-            self._differentiate_dispatched,
-            setup_context=self._setup_context,
-            lib=owner,
-        )
+        if not self._mutated:
+            differentiate, setup = self._differentiate_dispatched, self._setup_context
+            torch.library.register_autograd(self.name, differentiate, setup_context=setup, lib=owner)
         return getattr(getattr(torch.ops, NAMESPACE), short).default
 
     def _dispatched(self, *args: Any) -> Any:

@@ -244,7 +244,7 @@ class Trainer:
             raise ValueError("Trainer: cuda_graph must be off where there is no GPU, got True")
         if progress and importlib.util.find_spec("tqdm") is None:
             raise ModuleNotFoundError(
-                "Trainer: progress must be False where tqdm is not installed (pip install 'kernelbook[train]'), got True",
+                "Trainer: tqdm, which draws the progress bar, must be installed: pip install 'kernelbook[train]'",
                 name="tqdm",
             )
         self.config, self.progress = config, progress
@@ -590,7 +590,10 @@ def check_same_run(folder: Path, saved: Mapping[str, Any], config: TrainConfig, 
     for name, value in saved["config"].items():
         longer = name == "steps" and own["steps"] > value
         if name not in free and own.get(name) != value and not longer:
-            raise ValueError(f"Trainer: {name} must be that of the run in {folder} ({value!r}), got {own.get(name)!r}")
+            least = "at least " if name == "steps" else ""
+            raise ValueError(
+                f"Trainer: {name} must be {least}that of the run in {folder} ({value!r}), got {own.get(name)!r}"
+            )
     if saved["digest"] != digest:
         raise ValueError(f"Trainer: the corpus must be that of the run in {folder} ({saved['digest']}), got {digest}")
 
