@@ -179,9 +179,7 @@ class Op:
         self._records = names[-1] == "record"
         self._tensors = tuple(i for i, parameter in enumerate(parameters) if "Tensor" in str(parameter.type))
         self._lowered = frozenset(map(names.index, autocast))
-        self._mutated = tuple(
-            i for i in self._tensors if parameters[i].alias_info is not None and parameters[i].alias_info.is_write
-        )
+        self._mutated = tuple(i for i in self._tensors if getattr(parameters[i].alias_info, "is_write", False))
         self._num_outputs = len(parsed.returns)
         self._key = _key_function(self.name, parameters)
         # Where to find, among arguments and outputs, what the backward pass reads.

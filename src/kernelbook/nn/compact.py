@@ -5,10 +5,10 @@ from typing import Any
 import torch
 
 from kernelbook import arguments
-from kernelbook.linear import product
+from kernelbook.linear import linear, product
 from kernelbook.memory import empty
 from kernelbook.operators import Op
-from kernelbook.sparse_linear.op import linear_backward
+from kernelbook.sparse_linear.op import products
 from kernelbook.tensors import matrix
 
 __all__ = ["compact_sparse_linear"]
@@ -88,13 +88,16 @@ def _run(
     product(matrix(x), low.t(), None if bias is None else bias.to(x.dtype), out=matrix(y))
 
 
+@torch.autograd.function.once_differentiable  # the weight in another dtype has no gradient
 def _gradients(call: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """-> the gradients of x, weight and bias."""
     (x, weight, low), [ids], (dx_dtype, dw_dtype, db_dtype, _) = call.saved, call.kept, call.wanted
-    needs, (d_out, _), chunk = [dtype is not None for dtype in call.wanted[:3]], weight.shape, call.chunk_size
     low = weight if weight.dtype == x.dtype else low
-    layout = chunk, d_out, False, False, True
-    dx, dw, db = linear_backward(dy, x, low, ids, *layout, call.mode == "sparse_dw", needs)
+    chunk, dense_dx = call.chunk_size, dx_dtype is not None and call.mode == "sparse_dw"
+    needs = dx_dtype is not None and not dense_dx, dw_dtype is not None, db_dtype is not None
+    dx, dw, db = products(dy, x, low, ids, chunk, weight.shape[0], False, False, True, needs)
+    if dense_dx:
+        dx = linear(dy, low.t())
     rows = (ids.long()[:, None] * chunk + torch.arange(chunk, device=ids.device)).reshape(1, -1)
     return (
         dx if dx_dtype else None,

@@ -105,6 +105,10 @@ def _run_backward(plan: _Plan, outputs: tuple[torch.Tensor], h: torch.Tensor, do
     plan.launch(plan.grid, dout.contiguous(), h.contiguous(), outputs[0], *dout.shape)
 
 
+def _gradients(call: Any, dout: torch.Tensor) -> tuple[torch.Tensor]:
+    return (_swiglu_backward(*call.saved, dout, call.alpha, call.limit),)
+
+
 _swiglu = Op(
     "swiglu(Tensor h, float? alpha, float? limit) -> Tensor",
     check=_check,
@@ -112,7 +116,7 @@ _swiglu = Op(
     plan=_plan,
     run=_run,
     saves=("h",),
-    backward=lambda call, dout: (_swiglu_backward(*call.saved, dout, call.alpha, call.limit),),
+    backward=_gradients,
 )
 _swiglu_backward = Op(
     "swiglu_backward(Tensor h, Tensor dout, float? alpha, float? limit) -> Tensor",

@@ -96,10 +96,11 @@ def scatter_ffn(
     arguments.check_choice("scatter_ffn", "activation", activation, ACTIVATIONS)
     if neurons is not None:
         return _ffn(x, w_up, w_down, w_gate, b_up, b_gate, b_down, neurons, activation)  # type: ignore[no-any-return]
-    tensors = arguments.in_autocast_dtype(x, w_up, w_down, w_gate, b_up, b_gate, b_down)
+    x, w_up, w_down, w_gate, b_up, b_gate, b_down = arguments.in_autocast_dtype(
+        x, w_up, w_down, w_gate, b_up, b_gate, b_down
+    )
     if not is_dynamo_compiling():
-        _check_ffn(*tensors, neurons, activation)
-    x, w_up, w_down, w_gate, b_up, b_gate, b_down = tensors
+        _check_ffn(x, w_up, w_down, w_gate, b_up, b_gate, b_down, neurons, activation)
     act, h = _FUNCTIONS[activation], linear(x, w_up, b_up)
     h = act(h) if w_gate is None else act(linear(x, w_gate, b_gate)) * h
     return linear(h, w_down.t(), b_down)

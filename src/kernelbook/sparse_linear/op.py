@@ -18,7 +18,7 @@ from kernelbook.tensors import has_aligned_rows, matrix, strided
 
 # isort: split
 
-__all__ = ["linear_backward", "sparse_backward", "sparse_dw", "sparse_dx", "sparse_forward", "sparse_linear"]
+__all__ = ["products", "sparse_backward", "sparse_dw", "sparse_dx", "sparse_forward", "sparse_linear"]
 
 MODES = ("dense", "sparse_dw", "sparse_dw_dx")
 PRECISION = "ieee"  # of float32, which only the interpreter multiplies here: on a GPU it is left to cuBLAS
@@ -61,7 +61,7 @@ def sparse_linear(
         return _linear(x, weight, bias, active_chunks, chunk_size, mode)  # type: ignore[no-any-return]
     x, weight, bias = arguments.in_autocast_dtype(x, weight, bias)
     if not is_dynamo_compiling():
-        _check_tensors(op, active_chunks, chunk_size, x=x, weight=weight, bias=bias)
+        _check_linear(op, x, weight, bias, active_chunks, chunk_size)
     return linear(x, weight, bias)
 
 
@@ -105,7 +105,8 @@ def sparse_dw(
     Raises: as :func:`sparse_linear`.
     """
     chunk_size, needs = arguments.integer("sparse_dw", "chunk_size", chunk_size), (False, True, bool(with_bias))
-    _, dw, db = _products(dy, x, None, active_chunks, chunk_size, None, False, False, bool(compact), False, needs)
+    dy, x = arguments.in_autocast_dtype(dy, x)
+    _, dw, db = products(dy, x, None, active_chunks, chunk_size, None, False, False, bool(compact), needs)
     return dw, db if with_bias else None
 
 
@@ -125,9 +126,8 @@ def sparse_dx(
     Raises: as :func:`sparse_linear`.
     """
     chunk_size, needs = arguments.integer("sparse_dx", "chunk_size", chunk_size), (True, False, False)
-    dx: torch.Tensor
-    dx, _, _ = _products(dy, None, weight, active_chunks, chunk_size, None, False, False, False, False, needs)
-    return dx
+    dy, weight = arguments.in_autocast_dtype(dy, weight)
+    return products(dy, None, weight, active_chunks, chunk_size, None, False, False, False, needs)[0]  # type: ignore[no-any-return]
 
 
 def sparse_backward(
@@ -144,13 +144,12 @@ def sparse_backward(
         compact: as in :func:`sparse_dw`, for dW and db.
 
     Returns:
-        dW and db as :func:`sparse_dw`, dX as :func:`sparse_dx`; not differentiable.
+        dW and db as :func:`sparse_dw`, dX as :func:`sparse_dx`; differentiable, and autocast leaves their dtype alone.
 
     Raises: as :func:`sparse_linear`.
     """
     chunk_size, needs = arguments.integer("sparse_backward", "chunk_size", chunk_size), (True, True, True)
-    layout = chunk_size, None, False, False, bool(compact)
-    dx, dw, db = linear_backward(dy, x, weight, active_chunks, *layout, False, needs)
+    dx, dw, db = products(dy, x, weight, active_chunks, chunk_size, None, False, False, bool(compact), needs)
     return dw, db, dx
 
 
@@ -159,27 +158,27 @@ def sparse_backward(
 
 def _check_tensors(op: str, ids: Any, chunk_size: int, **tensors: Any) -> None:
     """Raise unless the tensors of a public function fit each other; the first of them sets dtype and device."""
-    given = {name: tensor for name, tensor in tensors.items() if name != "bias" or tensor is not None}
-    for name, tensor in given.items():
+    for name, tensor in tensors.items():
         arguments.check_tensor(op, name, tensor)
         if name in ("x", "dy") and tensor.ndim == 0:
             raise ValueError(f"{op}: {name} must have at least one dimension, got a scalar")
         if name == "weight" and tensor.ndim != 2:
             raise ValueError(f"{op}: weight must have two dimensions, got shape {tuple(tensor.shape)}")
-    arguments.check_same_dtype(op, **given)
-    x, weight, dy = (given.get(name) for name in ("x", "weight", "dy"))
-    d_out = given["dy"].shape[-1] if weight is None else weight.shape[0]
-    if x is not None and weight is not None:
-        arguments.check_shape(op, "weight", weight, (d_out, x.shape[-1]))
-    if "bias" in given:
-        arguments.check_shape(op, "bias", given["bias"], (d_out,))
-    if dy is not None:
-        arguments.check_shape(op, "dy", dy, (*(dy if x is None else x).shape[:-1], d_out))
+    arguments.check_same_dtype(op, **tensors)
+    *rows, d_in = tensors["x" if "x" in tensors else "dy"].shape
+    d_out = tensors["weight"].shape[0] if "weight" in tensors else tensors["dy"].shape[-1]
+    for name, shape in (("weight", (d_out, d_in)), ("bias", (d_out,)), ("dy", (*rows, d_out))):
+        if name in tensors and not (name == "weight" and op == "sparse_dx"):
+            arguments.check_shape(op, name, tensors[name], shape)
     arguments.integer(op, "chunk_size", chunk_size, least=16)
     if ids is not None or op != "sparse_linear":
         arguments.check_indices(op, "active_chunks", ids)
-        given["active_chunks"] = ids
-    arguments.check_same_device(op, **given)
+        tensors["active_chunks"] = ids
+    arguments.check_same_device(op, **tensors)
+
+
+def _check_linear(op: str, x: Any, weight: Any, bias: Any, ids: Any, chunk_size: int) -> None:
+    _check_tensors(op, ids, chunk_size, x=x, weight=weight, **({} if bias is None else {"bias": bias}))
 
 
 def _chunks(
@@ -209,9 +208,8 @@ class _Plan:
     """What is decided for calls of a kind."""
 
     chunks: Chunks
-    strategy: str  # "zeros", or of :func:`_strategy`
+    strategy: str  # of :func:`_strategy`
     tiles: _Tiles | None = None
-    dense_dx: bool = False  # by cuBLAS, of all chunks
 
 
 def _strategy(chunks: Chunks, m: int, d_in: int, operands: Sequence[torch.Tensor], *, by_chunk: bool = False) -> str:
@@ -234,16 +232,24 @@ def _run_linear(
     product(matrix(x), weight.t(), bias, out=matrix(outputs[0]))
 
 
-def _gradients_of_linear(call: Any, dy: torch.Tensor) -> list[torch.Tensor | None]:
-    layout = call.chunk_size, call.saved[1].shape[0], False, False, False
-    return _gradients_by(linear_backward, call, dy, *layout, call.mode == "sparse_dw")
+def _gradients_of_linear(call: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+    (x, weight), [ids], (needs_dx, needs_dw, needs_db) = call.saved, call.kept, _needs(call)
+    dense_dx = needs_dx and call.mode == "sparse_dw"
+    layout, needs = (
+        (call.chunk_size, weight.shape[0], False, False, False),
+        (needs_dx and not dense_dx, needs_dw, needs_db),
+    )
+    dx, dw, db = _wanted(products(dy, x, weight, ids, *layout, needs), needs)
+    return linear(dy, weight.t()) if dense_dx else dx, dw, db
 
 
-def _gradients_by(op: Op, call: Any, dy: torch.Tensor, *settings: Any) -> list[torch.Tensor | None]:
-    """-> the gradients of x, weight and bias that are wanted."""
-    needs = tuple(dtype is not None for dtype in call.wanted[:3])
-    found = op(dy, *call.saved, *call.kept, *settings, needs)
-    return [gradient if needed else None for gradient, needed in zip(found, needs, strict=True)]
+def _needs(call: Any) -> tuple[bool, ...]:
+    """Which of the gradients of x, weight and bias are wanted."""
+    return tuple(dtype is not None for dtype in call.wanted[:3])
+
+
+def _wanted(gradients: Sequence[torch.Tensor], needs: Sequence[bool]) -> tuple[torch.Tensor | None, ...]:
+    return tuple(gradient if needed else None for gradient, needed in zip(gradients, needs, strict=True))
 
 
 # --- the product of active chunks ------------------------------------------------------------------------------------
@@ -251,7 +257,7 @@ def _gradients_by(op: Op, call: Any, dy: torch.Tensor, *settings: Any) -> list[t
 
 def _check_forward(x: Any, weight: Any, bias: Any, ids: Any, chunk_size: int, d_out: int | None, *_: Any) -> None:
     if d_out is None:
-        _check_tensors("sparse_forward", ids, chunk_size, x=x, weight=weight, bias=bias)
+        _check_linear("sparse_forward", x, weight, bias, ids, chunk_size)
 
 
 def _outputs_of_forward(
@@ -273,8 +279,8 @@ def _plan_forward(x: torch.Tensor, weight: torch.Tensor, bias: Any, ids: torch.T
     return _Plan(chunks, strategy, _forward_tiles(tiles, chunks, x, bias is not None))
 
 
-def _forward_tiles(cut: kernels.Plan, chunks: Chunks, x: torch.Tensor, has_bias: bool) -> _Tiles:
-    (m, d_in), blocks = x.shape, cut.config.kwargs
+def _forward_tiles(tiles: kernels.Plan, chunks: Chunks, x: torch.Tensor, has_bias: bool) -> _Tiles:
+    (m, d_in), blocks = x.shape, tiles.config.kwargs
     num_tiles = cdiv(m, blocks["BLOCK_R"]) * cdiv(chunks.active, blocks["BLOCK_D"])
     num_zero = 0 if chunks.y_compact else chunks.total * cdiv(m, kernels.ZERO_ROWS)
     launch = launcher(
@@ -283,7 +289,7 @@ def _forward_tiles(cut: kernels.Plan, chunks: Chunks, x: torch.Tensor, has_bias:
         Y_COMPACT=chunks.y_compact, W_COMPACT=chunks.w_compact, HAS_BIAS=has_bias,
         ACC=tl_accumulator(x.dtype), PRECISION=PRECISION, EVEN_K=d_in % blocks["BLOCK_K"] == 0,
         **blocks, BLOCK_A=kernels.BLOCK_A, ZERO_ROWS=kernels.ZERO_ROWS,
-        num_warps=cut.config.num_warps, num_stages=cut.config.num_stages,
+        num_warps=tiles.config.num_warps, num_stages=tiles.config.num_stages,
     )  # fmt: skip
     return _Tiles(launch, (num_tiles + num_zero,), (num_tiles, (num_tiles + num_zero) // max(num_zero, 1)))
 
@@ -300,7 +306,7 @@ def _run_forward(
         tensors = (x, *x.stride(), weight, *weight.stride(), *strided(bias, 1, x), y, y.stride(0))
         plan.tiles.launch(plan.tiles.grid, ids, *tensors, *x.shape, chunks.d_out, chunks.listed, *plan.tiles.counts)
     else:
-        packed_w, _ = packing.pack(chunks, ids, weight, 0, chunks.w_compact)
+        packed_w = packing.pack(chunks, ids, weight, 0, chunks.w_compact)[0]
         packed_b = None if bias is None else packing.pack(chunks, ids, bias[None, :], 1, chunks.w_compact)[0][0]
         packed_y = y if chunks.y_compact else empty((y.shape[0], chunks.active), y.dtype, y)
         product(x, packed_w.t(), packed_b, out=packed_y)
@@ -308,10 +314,11 @@ def _run_forward(
             packing.place(chunks, ids, packed_y.t()[None], y.t(), None, None)
 
 
-def _gradients_of_forward(call: Any, dy: torch.Tensor) -> list[torch.Tensor | None]:
-    d_out = call.saved[1].shape[0] if call.d_out is None else call.d_out
+def _gradients_of_forward(call: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+    (x, weight), [ids], needs = call.saved, call.kept, _needs(call)
+    d_out = weight.shape[0] if call.d_out is None else call.d_out
     layout = call.chunk_size, d_out, call.compact, call.weight_compact, call.weight_compact
-    return _gradients_by(_products, call, dy, *layout, False)
+    return _wanted(products(dy, x, weight, ids, *layout, needs), needs)
 
 
 # --- gradients: dX, dW and db ----------------------------------------------------------------------------------------
@@ -332,7 +339,7 @@ def _check_products(dy: Any, x: Any, weight: Any, ids: Any, chunk_size: int, d_o
 def _outputs_of_products(
     dy: torch.Tensor, x: Any, weight: Any, ids: torch.Tensor, *settings: Any
 ) -> tuple[torch.Tensor | None, ...]:
-    *layout, _, (with_dx, with_dw, with_db) = settings
+    *layout, (with_dx, with_dw, with_db) = settings
     chunks = _chunks(ids, weight, dy, *layout)
     rows = chunks.active if chunks.dw_compact else chunks.d_out
     return (
@@ -343,32 +350,29 @@ def _outputs_of_products(
 
 
 def _plan_products(dy: torch.Tensor, x: Any, weight: Any, ids: torch.Tensor, *settings: Any) -> _Plan | None:
-    *layout, dense_dx, (with_dx, with_dw, with_db) = settings
-    chunks, dense_dx = _chunks(ids, weight, dy, *layout), dense_dx and with_dx
-    with_dx = with_dx and not dense_dx
-    if dy.numel() == 0 or (chunks.listed == 0 and not dense_dx):
+    *layout, (with_dx, with_dw, with_db) = settings
+    chunks = _chunks(ids, weight, dy, *layout)
+    if dy.numel() == 0 or chunks.listed == 0 or not (with_dx or with_dw or with_db):
         return None
-    if chunks.listed == 0 or not (with_dx or with_dw or with_db):
-        return _Plan(chunks, "zeros", None, dense_dx)
     operands = [matrix(dy), *([matrix(x)] if with_dw else []), *([weight] if with_dx else [])]
     m, d_in = operands[0].shape[0], operands[-1].shape[1] if len(operands) > 1 else 0
     strategy = _strategy(chunks, m, d_in, operands, by_chunk=not chunks.y_compact)
     if strategy != "tiles":
-        return _Plan(chunks, strategy, None, dense_dx)
+        return _Plan(chunks, strategy)
     properties, size = runtime.properties(dy.device), dy.element_size()
     # Tensor descriptors read matrices with contiguous rows that start on 16 bytes, in chunks of whole blocks.
     whole = not (chunks.size % kernels.BOX or chunks.y_compact or chunks.w_compact or chunks.d_out >= 2**30)
     by_descriptor = whole and properties.has_tma and all(map(has_aligned_rows, operands))
     tiles = kernels.plan_backward(m, d_in, chunks.active, size, with_dw, with_dx, by_descriptor, properties)
     wanted = with_dx, with_dw, with_dw and with_db
-    return _Plan(chunks, strategy, _backward_tiles(tiles, chunks, m, d_in, dy.dtype, wanted), dense_dx)
+    return _Plan(chunks, strategy, _backward_tiles(tiles, chunks, m, d_in, dy.dtype, wanted))
 
 
 def _backward_tiles(
-    cut: kernels.Plan, chunks: Chunks, m: int, d_in: int, dtype: torch.dtype, wanted: Sequence[bool]
+    tiles: kernels.Plan, chunks: Chunks, m: int, d_in: int, dtype: torch.dtype, wanted: Sequence[bool]
 ) -> _Tiles:
     with_dx, with_dw, with_db = wanted
-    blocks, split = cut.config.kwargs, cut.split if with_dw else 1
+    blocks, split = tiles.config.kwargs, tiles.split if with_dw else 1
     r, d, k = blocks["BLOCK_R"], blocks["BLOCK_D"], blocks["BLOCK_K"]
     columns = cdiv(d_in, d)
     num_dw = cdiv(chunks.active, r) * columns * split if with_dw else 0
@@ -377,8 +381,8 @@ def _backward_tiles(
     num_zero = chunks.total * cdiv(chunks.size * d_in, kernels.ZERO_PIECE) if with_zero else 0
     dx_first = num_dw > 0 and num_dx > 0 and chunks.active > cdiv(m, split)
     num_later = num_dw if dx_first else num_dx
-    dw_by_descriptor = cut.boxes and with_dw and r % kernels.BOX == 0
-    dx_by_descriptor = cut.boxes and with_dx and chunks.size % k == 0
+    dw_by_descriptor = tiles.boxes and with_dw and r % kernels.BOX == 0
+    dx_by_descriptor = tiles.boxes and with_dx and chunks.size % k == 0
     launch = launcher(
         kernels._sparse_linear_bwd_tiles_kernel,
         CHUNK=chunks.size, ALIGN=kernels.alignment(chunks.size),
@@ -387,7 +391,7 @@ def _backward_tiles(
         DX_FIRST=dx_first, SPLIT=split, DW_BY_DESCRIPTOR=dw_by_descriptor, DX_BY_DESCRIPTOR=dx_by_descriptor, BOX=kernels.BOX,
         ACC=tl_accumulator(dtype), PRECISION=PRECISION, EVEN_M=m % k == 0,
         **blocks, BLOCK_A=kernels.BLOCK_A, BLOCK_ZERO=kernels.BLOCK_ZERO, ZERO_PIECE=kernels.ZERO_PIECE,
-        num_warps=cut.config.num_warps, num_stages=cut.config.num_stages,
+        num_warps=tiles.config.num_warps, num_stages=tiles.config.num_stages,
     )  # fmt: skip
     counts = num_dw, num_dx, num_zero, (num_later + num_zero) // max(num_zero, 1)
     for_dw = (block(k, d), block(k, kernels.BOX)) if dw_by_descriptor else (None, None)
@@ -402,14 +406,9 @@ def _run_products(
     op = _public_function(settings[-1])
     arguments.check_index_values(op, "active_chunks", ids, chunks.total, unique=True)
     dy, x, dx, ids = matrix(dy), None if dw is None else matrix(x), None if dx is None else matrix(dx), ids.contiguous()
-    if dx is not None and (plan.dense_dx or plan.strategy == "dense"):
-        product(dy, weight, out=dx)
-        dx = None
-    if plan.strategy == "zeros":
-        for output in (dw, db):
-            if output is not None:
-                output.zero_()
-    elif plan.strategy == "dense":
+    if plan.strategy == "dense":
+        if dx is not None:
+            product(dy, weight, out=dx)
         if dw is not None:
             torch.mm(dy.t(), x, out=dw)
         if db is not None:
@@ -425,7 +424,7 @@ def _run_products(
 def _run_tiles(
     tiles: _Tiles, chunks: Chunks, ids: torch.Tensor, dy: torch.Tensor, x: Any, weight: Any, dx: Any, dw: Any, db: Any
 ) -> None:
-    """Fills dx, dw and, with it, db with one launch, or two if the sums of dW are split."""
+    """Fill dx, dw and, with it, db with one launch, or two if the sums of dW are split."""
     x, weight = None if dw is None else x, None if dx is None else weight
     m, d_in = dy.shape[0], (weight if x is None else x).shape[1]
     to_dw, to_db = dw, db
@@ -458,10 +457,10 @@ def _gradients_of_products(call: Any, gx: Any, gw: Any, gb: Any) -> tuple[Any, .
         of_dy.append(_forward(x, gw_or_zeros, gb, ids, size, d_out, call.dy_compact, dw_compact))
     if needs_x and gw is not None:
         layout = size, d_out, call.dy_compact, dw_compact, False
-        of_x = _products(dy, None, gw, ids, *layout, False, (True, False, False))[0]
+        of_x = products(dy, None, gw, ids, *layout, (True, False, False))[0]
     if needs_weight and gx is not None:
         layout = size, d_out, call.dy_compact, False, w_compact
-        of_weight = _products(dy, gx, None, ids, *layout, False, (False, True, False))[1]
+        of_weight = products(dy, gx, None, ids, *layout, (False, True, False))[1]
     return sum(of_dy[1:], of_dy[0]) if of_dy else None, of_x, of_weight
 
 
@@ -469,9 +468,7 @@ def _gradients_of_products(call: Any, gx: Any, gw: Any, gb: Any) -> tuple[Any, .
 
 _linear = Op(
     "sparse_linear(Tensor x, Tensor weight, Tensor? bias, Tensor active_chunks, SymInt chunk_size, str mode) -> Tensor",
-    check=lambda x, weight, bias, ids, size, _: _check_tensors(
-        "sparse_linear", ids, size, x=x, weight=weight, bias=bias
-    ),
+    check=lambda *args: _check_linear("sparse_linear", *args[:5]),
     outputs=lambda x, weight, *_: (empty((*x.shape[:-1], weight.shape[0]), x.dtype, x),),
     plan=lambda x, weight, bias, ids, size, _: Chunks(size, weight.shape[0]),
     run=_run_linear,
@@ -492,19 +489,15 @@ _forward = Op(
     autocast=("x", "weight", "bias"),
     backward=_gradients_of_forward,
 )
-PRODUCTS: dict[str, Any] = {
-    "check": _check_products, "outputs": _outputs_of_products, "plan": _plan_products, "run": _run_products, "results": 3,
-}  # fmt: skip
-ARGUMENTS = (
-    "Tensor dy, Tensor? x, Tensor? weight, Tensor active_chunks, SymInt chunk_size, SymInt? d_out, bool dy_compact, "
-    "bool weight_compact, bool dw_compact, bool dense_dx, bool[] needs"
-)
-_products = Op(
-    f"sparse_products({ARGUMENTS}) -> (Tensor dx, Tensor dw, Tensor db)",
+products = Op(
+    "sparse_backward(Tensor dy, Tensor? x, Tensor? weight, Tensor active_chunks, SymInt chunk_size, SymInt? d_out, "
+    "bool dy_compact, bool weight_compact, bool dw_compact, bool[] needs) -> (Tensor dx, Tensor dw, Tensor db)",
+    check=_check_products,
+    outputs=_outputs_of_products,
+    plan=_plan_products,
+    run=_run_products,
+    results=3,
     saves=("dy", "x", "weight"),
     keeps=("active_chunks",),
-    autocast=("dy", "x", "weight"),
     backward=_gradients_of_products,
-    **PRODUCTS,
 )
-linear_backward = Op(f"sparse_linear_backward({ARGUMENTS}) -> (Tensor dx, Tensor dw, Tensor db)", **PRODUCTS)
