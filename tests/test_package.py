@@ -2,7 +2,6 @@
 
 import importlib
 import importlib.metadata
-import pkgutil
 import re
 import subprocess
 import sys
@@ -14,9 +13,6 @@ import pytest
 import torch
 from packaging.metadata import Metadata
 from packaging.requirements import Requirement
-
-import kernelbook as kb
-from kernelbook.moved import PLACES
 
 ROOT = Path(__file__).resolve().parents[1]
 MODULES = ("check", "nn", "train")  # whose use needs nothing else
@@ -137,19 +133,6 @@ for module in pkgutil.walk_packages(kernelbook.__path__, "kernelbook."):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert {"kernelbook.train.loop", "kernelbook.interop.peft", "kernelbook.plans"} <= {*done.stdout.split()}
-
-
-def test_what_moved_says_where_it_is_and_is_there() -> None:
-    pytest.importorskip("transformers")
-    for old, new in PLACES.items():
-        assert pkgutil.resolve_name(new) is not None
-        module, _, name = old.rpartition(".")
-        assert not hasattr(importlib.import_module(module), name)
-        for code, error in ((f"from {module} import {name}", ImportError), (f"import {module}; {old}", AttributeError)):
-            with pytest.raises(error, match=re.escape(f"{old} is {new} now")):
-                exec(code, {})  # noqa: S102
-    with pytest.raises(AttributeError, match="module 'kernelbook' has no attribute 'nothing'"):
-        kb.nothing  # noqa: B018
 
 
 def test_types_are_seen_from_outside(built: dict[str, Path], tmp_path: Path) -> None:
