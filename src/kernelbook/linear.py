@@ -124,11 +124,7 @@ def tiles(n: int, itemsize: int, properties: runtime.DeviceProperties) -> triton
 
 def _check(x: Any, weight: Any, bias: Any) -> None:
     arguments.check_linear("linear", x, "weight", weight)
-    if bias is not None:
-        arguments.check_tensor("linear", "bias", bias)
-        arguments.check_shape("linear", "bias", bias, weight.shape[:1])
-    arguments.check_same_dtype("linear", x=x, weight=weight, bias=bias)
-    arguments.check_same_device("linear", x=x, weight=weight, bias=bias)
+    arguments.check_alike("linear", x, bias=(bias, weight.shape[:1]))
 
 
 def _run(

@@ -376,10 +376,13 @@ class Op:
             **dict(zip(self._names_plain, ctx.plain, strict=True)),
         )
         if ctx.same_bits == runtime.in_same_bits() and not _autocasts():
-            return self.backward(call, *gradients)
-        # Autograd may run this in a thread of its own, and later. Dtypes are settled: autocast would lower them.
-        with runtime.same_bits(ctx.same_bits), _without_autocast(first):
-            return self.backward(call, *gradients)
+            found = self.backward(call, *gradients)
+        else:
+            # Autograd may run this in a thread of its own, and later. Dtypes are settled: autocast would lower them.
+            with runtime.same_bits(ctx.same_bits), _without_autocast(first):
+                found = self.backward(call, *gradients)
+        # For one that is not wanted the dispatcher returns a tensor of no elements.
+        return [gradient if need else None for gradient, need in zip(found, needs, strict=False)]
 
 
 class _Recorded(torch.autograd.Function):

@@ -100,7 +100,7 @@ def _gradients(call: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         dx = linear(dy, low.t())
     rows = (ids.long()[:, None] * chunk + torch.arange(chunk, device=ids.device)).reshape(1, -1)
     return (
-        dx if dx_dtype else None,
+        dx,
         _by_rows(rows, dw.to(dw_dtype), weight.shape) if dw_dtype else None,
         _by_rows(rows, db.to(db_dtype), weight.shape[:1]) if db_dtype else None,
     )

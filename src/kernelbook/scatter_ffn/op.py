@@ -308,18 +308,8 @@ def _check_gather(x: Any, weight: Any, bias: Any, rows: Any, activation: Any) ->
     if activation is not None:
         arguments.check_choice(op, "activation", activation, ACTIVATIONS)
     arguments.check_indices(op, "rows", rows)
-    _check_others(op, x, {"bias": (bias, weight.shape[:1])}, rows=rows)
-
-
-def _check_others(op: str, x: torch.Tensor, others: dict[str, tuple[Any, Sequence[int]]], **ids: Any) -> None:
-    """Raise unless each other tensor, where there is one, has its shape and the dtype and device of x."""
-    given = {"x": x} | {name: tensor for name, (tensor, _) in others.items() if tensor is not None}
-    for name, (tensor, shape) in others.items():
-        if tensor is not None:
-            arguments.check_tensor(op, name, tensor)
-            arguments.check_shape(op, name, tensor, shape)
-    arguments.check_same_dtype(op, **given)
-    arguments.check_same_device(op, **given, **ids)
+    arguments.check_alike(op, x, bias=(bias, weight.shape[:1]))
+    arguments.check_same_device(op, x=x, rows=rows)
 
 
 def _plan_gather(
@@ -338,13 +328,13 @@ def _run_gather(
     _run_up(up, matrix(outputs[0]), matrix(x), weight, bias, None, None, rows.contiguous())
 
 
-def _gradients_of_gather(call: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _gradients_of_gather(call: Any, dy: torch.Tensor) -> tuple[Any, ...]:
     """-> the gradients of x, weight and bias."""
     (x, weight, bias), [rows] = call.saved, call.kept
     needs_dx, needs_dw, needs_db, _ = (dtype is not None for dtype in call.wanted)
     needs = needs_dx, needs_dw, False, False, needs_db, False, False
     dx, dw, _, _, db, _, _ = _ffn_backward(dy, x, weight, None, None, bias, None, rows, call.activation, needs)
-    return dx if needs_dx else None, dw if needs_dw else None, db if needs_db else None
+    return dx, dw, db
 
 
 # --- the block of listed neurons ----------------------------------------------------------------------------------------
@@ -362,13 +352,13 @@ def _check_ffn(
     if b_gate is not None and w_gate is None:
         raise ValueError(f"{op}: b_gate must be None where w_gate is None, got a tensor")
     arguments.check_choice(op, "activation", activation, ACTIVATIONS)
+    arguments.check_alike(
+        op, x, w_down=(w_down, w_down.shape), w_gate=(w_gate, w_up.shape), b_up=(b_up, (n,)), b_gate=(b_gate, (n,)),
+        b_down=(b_down, w_down.shape[1:]),
+    )  # fmt: skip
     if neurons is not None:
         arguments.check_indices(op, "neurons", neurons)
-    others = {
-        "w_down": (w_down, w_down.shape), "w_gate": (w_gate, w_up.shape), "b_up": (b_up, (n,)), "b_gate": (b_gate, (n,)),
-        "b_down": (b_down, w_down.shape[1:]),
-    }  # fmt: skip
-    _check_others(op, x, others, neurons=neurons)
+        arguments.check_same_device(op, x=x, neurons=neurons)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -415,10 +405,9 @@ def _run_ffn(
     _run_down(plan.down, y, h, w_down, b_down, neurons, counters)
 
 
-def _gradients_of_ffn(call: Any, dy: torch.Tensor) -> list[torch.Tensor | None]:
+def _gradients_of_ffn(call: Any, dy: torch.Tensor) -> tuple[Any, ...]:
     needs = [dtype is not None for dtype in call.wanted[:7]]
-    found = _ffn_backward(dy, *call.saved, *call.kept, call.activation, needs)
-    return [gradient if needed else None for gradient, needed in zip(found, needs, strict=True)]
+    return _ffn_backward(dy, *call.saved, *call.kept, call.activation, needs)  # type: ignore[no-any-return]
 
 
 # --- gradients of both --------------------------------------------------------------------------------------------------

@@ -192,24 +192,18 @@ def _chunks(
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class _Tiles:
-    """A launch of tiles, and of the zeros in inactive chunks."""
-
-    launch: Launch
-    grid: tuple[int]
-    counts: tuple[int, ...]  # of tiles and of zeros, the kernel's last arguments
-    split: int = 1  # partial sums of each of dW's
-    # Of the tensor descriptors of x, dY (for dW and for dX) and W, where there are any.
-    blocks: tuple[Block | None, ...] = (None, None, None, None)
-
-
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class _Plan:
     """What is decided for calls of a kind."""
 
     chunks: Chunks
     strategy: str  # of :func:`_strategy`
-    tiles: _Tiles | None = None
+    # By tiles: a launch of them, and of the zeros in inactive chunks.
+    launch: Launch | None = None
+    grid: tuple[int, ...] = ()
+    counts: tuple[int, ...] = ()  # of tiles and of zeros, the kernel's last arguments
+    split: int = 1  # partial sums of each of dW's
+    # Of the tensor descriptors of x, dY (for dW and for dX) and W, where there are any.
+    blocks: tuple[Block | None, ...] = (None, None, None, None)
 
 
 def _strategy(chunks: Chunks, m: int, d_in: int, operands: Sequence[torch.Tensor], *, by_chunk: bool = False) -> str:
@@ -233,23 +227,12 @@ def _run_linear(
 
 
 def _gradients_of_linear(call: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-    (x, weight), [ids], (needs_dx, needs_dw, needs_db) = call.saved, call.kept, _needs(call)
+    (x, weight), [ids] = call.saved, call.kept
+    needs_dx, needs_dw, needs_db = (dtype is not None for dtype in call.wanted[:3])
     dense_dx = needs_dx and call.mode == "sparse_dw"
-    layout, needs = (
-        (call.chunk_size, weight.shape[0], False, False, False),
-        (needs_dx and not dense_dx, needs_dw, needs_db),
-    )
-    dx, dw, db = _wanted(products(dy, x, weight, ids, *layout, needs), needs)
+    needs = needs_dx and not dense_dx, needs_dw, needs_db
+    dx, dw, db = products(dy, x, weight, ids, call.chunk_size, weight.shape[0], False, False, False, needs)
     return linear(dy, weight.t()) if dense_dx else dx, dw, db
-
-
-def _needs(call: Any) -> tuple[bool, ...]:
-    """Which of the gradients of x, weight and bias are wanted."""
-    return tuple(dtype is not None for dtype in call.wanted[:3])
-
-
-def _wanted(gradients: Sequence[torch.Tensor], needs: Sequence[bool]) -> tuple[torch.Tensor | None, ...]:
-    return tuple(gradient if needed else None for gradient, needed in zip(gradients, needs, strict=True))
 
 
 # --- the product of active chunks ------------------------------------------------------------------------------------
@@ -269,29 +252,26 @@ def _outputs_of_forward(
 
 def _plan_forward(x: torch.Tensor, weight: torch.Tensor, bias: Any, ids: torch.Tensor, *layout: Any) -> _Plan | None:
     chunks, x = _chunks(ids, weight, None, *layout), matrix(x)
-    if chunks.listed == 0 or x.shape[0] == 0 or chunks.d_out == 0:
+    m, d_in = x.shape
+    if chunks.listed == 0 or m == 0 or chunks.d_out == 0:
         return None
-    strategy = _strategy(chunks, x.shape[0], x.shape[1], (x, weight))
+    strategy = _strategy(chunks, m, d_in, (x, weight))
     if strategy != "tiles":
         return _Plan(chunks, strategy)
-    properties = runtime.properties(x.device)
-    tiles = kernels.plan_forward(x.shape[0], x.shape[1], chunks.active, x.element_size(), properties)
-    return _Plan(chunks, strategy, _forward_tiles(tiles, chunks, x, bias is not None))
-
-
-def _forward_tiles(tiles: kernels.Plan, chunks: Chunks, x: torch.Tensor, has_bias: bool) -> _Tiles:
-    (m, d_in), blocks = x.shape, tiles.config.kwargs
+    tiles = kernels.plan_forward(m, d_in, chunks.active, x.element_size(), runtime.properties(x.device))
+    blocks = tiles.config.kwargs
     num_tiles = cdiv(m, blocks["BLOCK_R"]) * cdiv(chunks.active, blocks["BLOCK_D"])
     num_zero = 0 if chunks.y_compact else chunks.total * cdiv(m, kernels.ZERO_ROWS)
     launch = launcher(
         kernels._sparse_linear_fwd_tiles_kernel,
         CHUNK=chunks.size, ALIGN=kernels.alignment(chunks.size),
-        Y_COMPACT=chunks.y_compact, W_COMPACT=chunks.w_compact, HAS_BIAS=has_bias,
+        Y_COMPACT=chunks.y_compact, W_COMPACT=chunks.w_compact, HAS_BIAS=bias is not None,
         ACC=tl_accumulator(x.dtype), PRECISION=PRECISION, EVEN_K=d_in % blocks["BLOCK_K"] == 0,
         **blocks, BLOCK_A=kernels.BLOCK_A, ZERO_ROWS=kernels.ZERO_ROWS,
         num_warps=tiles.config.num_warps, num_stages=tiles.config.num_stages,
     )  # fmt: skip
-    return _Tiles(launch, (num_tiles + num_zero,), (num_tiles, (num_tiles + num_zero) // max(num_zero, 1)))
+    counts = num_tiles, (num_tiles + num_zero) // max(num_zero, 1)
+    return _Plan(chunks, strategy, launch, (num_tiles + num_zero,), counts)
 
 
 def _run_forward(
@@ -302,9 +282,9 @@ def _run_forward(
     x, y, ids = matrix(x), matrix(outputs[0]), ids.contiguous()
     if plan.strategy == "dense":
         product(x, weight.t(), bias, out=y)
-    elif plan.tiles is not None:
+    elif plan.launch is not None:
         tensors = (x, *x.stride(), weight, *weight.stride(), *strided(bias, 1, x), y, y.stride(0))
-        plan.tiles.launch(plan.tiles.grid, ids, *tensors, *x.shape, chunks.d_out, chunks.listed, *plan.tiles.counts)
+        plan.launch(plan.grid, ids, *tensors, *x.shape, chunks.d_out, chunks.listed, *plan.counts)
     else:
         packed_w = packing.pack(chunks, ids, weight, 0, chunks.w_compact)[0]
         packed_b = None if bias is None else packing.pack(chunks, ids, bias[None, :], 1, chunks.w_compact)[0][0]
@@ -315,10 +295,10 @@ def _run_forward(
 
 
 def _gradients_of_forward(call: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-    (x, weight), [ids], needs = call.saved, call.kept, _needs(call)
+    (x, weight), [ids], needs = call.saved, call.kept, [dtype is not None for dtype in call.wanted[:3]]
     d_out = weight.shape[0] if call.d_out is None else call.d_out
     layout = call.chunk_size, d_out, call.compact, call.weight_compact, call.weight_compact
-    return _wanted(products(dy, x, weight, ids, *layout, needs), needs)
+    return products(dy, x, weight, ids, *layout, needs)  # type: ignore[no-any-return]
 
 
 # --- gradients: dX, dW and db ----------------------------------------------------------------------------------------
@@ -365,12 +345,12 @@ def _plan_products(dy: torch.Tensor, x: Any, weight: Any, ids: torch.Tensor, *se
     by_descriptor = whole and properties.has_tma and all(map(has_aligned_rows, operands))
     tiles = kernels.plan_backward(m, d_in, chunks.active, size, with_dw, with_dx, by_descriptor, properties)
     wanted = with_dx, with_dw, with_dw and with_db
-    return _Plan(chunks, strategy, _backward_tiles(tiles, chunks, m, d_in, dy.dtype, wanted))
+    return _plan_tiles(tiles, chunks, m, d_in, dy.dtype, wanted)
 
 
-def _backward_tiles(
+def _plan_tiles(
     tiles: kernels.Plan, chunks: Chunks, m: int, d_in: int, dtype: torch.dtype, wanted: Sequence[bool]
-) -> _Tiles:
+) -> _Plan:
     with_dx, with_dw, with_db = wanted
     blocks, split = tiles.config.kwargs, tiles.split if with_dw else 1
     r, d, k = blocks["BLOCK_R"], blocks["BLOCK_D"], blocks["BLOCK_K"]
@@ -396,7 +376,7 @@ def _backward_tiles(
     counts = num_dw, num_dx, num_zero, (num_later + num_zero) // max(num_zero, 1)
     for_dw = (block(k, d), block(k, kernels.BOX)) if dw_by_descriptor else (None, None)
     for_dx = (block(r, k), block(k, d)) if dx_by_descriptor else (None, None)
-    return _Tiles(launch, (num_dw + num_dx + num_zero,), counts, split, (*for_dw, *for_dx))
+    return _Plan(chunks, "tiles", launch, (num_dw + num_dx + num_zero,), counts, split, (*for_dw, *for_dx))
 
 
 def _run_products(
@@ -413,35 +393,36 @@ def _run_products(
             torch.mm(dy.t(), x, out=dw)
         if db is not None:
             torch.sum(dy, 0, out=db)
-    elif plan.tiles is None:
+    elif plan.launch is None:
         packing.run_packed(chunks, ids, dy, x, weight, dx, dw, db)
     else:
         if db is not None and dw is None:  # the kernel sums dY where it multiplies it for dW
             packing.run_packed(chunks, ids, dy, None, None, None, None, db)
-        _run_tiles(plan.tiles, chunks, ids, dy, x, weight, dx, dw, None if dw is None else db)
+        _run_tiles(plan, ids, dy, x, weight, dx, dw, None if dw is None else db)
 
 
 def _run_tiles(
-    tiles: _Tiles, chunks: Chunks, ids: torch.Tensor, dy: torch.Tensor, x: Any, weight: Any, dx: Any, dw: Any, db: Any
+    plan: _Plan, ids: torch.Tensor, dy: torch.Tensor, x: Any, weight: Any, dx: Any, dw: Any, db: Any
 ) -> None:
     """Fill dx, dw and, with it, db with one launch, or two if the sums of dW are split."""
     x, weight = None if dw is None else x, None if dx is None else weight
+    assert plan.launch is not None
     m, d_in = dy.shape[0], (weight if x is None else x).shape[1]
     to_dw, to_db = dw, db
-    if tiles.split > 1:
-        to_dw = empty((tiles.split, chunks.active, d_in), accumulator(dy.dtype), dy)
-        to_db = None if db is None else empty((tiles.split, chunks.active), accumulator(dy.dtype), dy)
-    read = zip((x, dy, dy, weight), tiles.blocks, strict=True)
-    tiles.launch(
-        tiles.grid,
+    if plan.split > 1:
+        to_dw = empty((plan.split, plan.chunks.active, d_in), accumulator(dy.dtype), dy)
+        to_db = None if db is None else empty((plan.split, plan.chunks.active), accumulator(dy.dtype), dy)
+    read = zip((x, dy, dy, weight), plan.blocks, strict=True)
+    plan.launch(
+        plan.grid,
         ids,
         *strided(x, 2, dy), dy, *dy.stride(), *strided(weight, 2, dy),
         *(dy if target is None else target for target in (dx, to_dw, to_db)),
         *(None if by is None else Descriptor(tensor, by) for tensor, by in read),
-        m, d_in, chunks.d_out, chunks.listed, *tiles.counts,
+        m, d_in, plan.chunks.d_out, plan.chunks.listed, *plan.counts,
     )  # fmt: skip
-    if tiles.split > 1:
-        packing.place(chunks, ids, to_dw, dw, to_db, db, compact=chunks.dw_compact)
+    if plan.split > 1:
+        packing.place(plan.chunks, ids, to_dw, dw, to_db, db, compact=plan.chunks.dw_compact)
 
 
 def _gradients_of_products(call: Any, gx: Any, gw: Any, gb: Any) -> tuple[Any, ...]:
