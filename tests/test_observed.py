@@ -216,9 +216,8 @@ def test_to_dynamo_a_public_function_is_one_operator(name: str) -> None:
     ours, plain = compiled(*tensors), function(*tensors, **others)
     assert type(ours) is type(plain)
     torch.testing.assert_close(ours, plain, rtol=0, atol=0)
-    first, *rest = graphs[0]
-    assert first in (f"kernelbook.{name}.default", f"kernelbook.{name}_whole.default")
-    assert set(rest) <= {"<built-in function getitem>"}
+    [called] = [target for target in graphs[0] if not target.startswith("<built-in function get")]  # getitem, getattr
+    assert called in (f"kernelbook.{name}.default", f"kernelbook.{name}_whole.default")
 
 
 @pytest.mark.parametrize("name", ("flash_attention",))

@@ -148,7 +148,7 @@ class SparseFFN(torch.nn.Module):
                 gated=gate is not None,
                 activation=new_activation,
                 router=router,
-                    dropout=_compare(block, new_activation, replace=named is not None),
+                dropout=_compare(block, new_activation, replace=named is not None),
                 device=w_up.device,
                 dtype=w_up.dtype,
             )

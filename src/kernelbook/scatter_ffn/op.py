@@ -340,6 +340,7 @@ def _gradients_of_gather(call: Any, dy: torch.Tensor) -> tuple[Any, ...]:
 # --- the block of listed neurons ----------------------------------------------------------------------------------------
 
 
+@arguments.once
 def _check_ffn(
     x: Any, w_up: Any, w_down: Any, w_gate: Any, b_up: Any, b_gate: Any, b_down: Any, neurons: Any, activation: Any
 ) -> None:

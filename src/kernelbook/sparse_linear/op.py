@@ -177,6 +177,7 @@ def _check_tensors(op: str, ids: Any, chunk_size: int, **tensors: Any) -> None:
     arguments.check_same_device(op, **tensors)
 
 
+@arguments.once
 def _check_linear(op: str, x: Any, weight: Any, bias: Any, ids: Any, chunk_size: int) -> None:
     _check_tensors(op, ids, chunk_size, x=x, weight=weight, **({} if bias is None else {"bias": bias}))
 
