@@ -12,7 +12,7 @@ export JUPYTER_PREFER_ENV_PATH := 1
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: book test quick older suite opened test-pages lint style types serve bench measure tune compiled evidence hub test-notebooks gpu test-gpu test-turing test-oldest test-oldest-interop test-next test-versions clean lock
+.PHONY: book test quick older suite opened test-pages lint style types serve bench measure tune compiled evidence hub test-notebooks gpu test-gpu test-turing test-cpus test-oldest test-oldest-interop test-next test-versions clean lock
 
 book: $(ENVIRONMENT)
 	$(PY) tools/build_book.py
@@ -103,6 +103,15 @@ test-gpu: gpu
 # book/versions.csv.
 test-turing: gpu
 	$(PY) tools/try_versions.py --here --only sm_75 --workers $(or $(WORKERS),14)
+
+# The tests that compare numbers as other CPUs would: PyTorch, MKL (under PyTorch) and NumPy with its OpenBLAS (under the
+# interpreter) take the code that they have for those, one setting after the other. make test-cpus CPUS=ATEN_CPU_CAPABILITY=avx2
+CPUS := ATEN_CPU_CAPABILITY=avx2 ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=AVX2 MKL_ENABLE_INSTRUCTIONS=SSE4_2 \
+	OPENBLAS_CORETYPE=SkylakeX OPENBLAS_CORETYPE=Haswell OPENBLAS_CORETYPE=Nehalem \
+	NPY_DISABLE_CPU_FEATURES=X86_V3,X86_V4,AVX512_ICL,AVX512_SPR OMP_NUM_THREADS=2
+test-cpus: $(ENVIRONMENT)
+	set -e; files=$$(grep -lE 'check_op|check\.compare|assert_as_eager|assert_close|relative_error' tests/test_*.py); \
+	for cpu in $(CPUS); do echo "$$cpu"; env "$$cpu" $(PY) -m pytest -n auto --dist worksteal $$files; done
 
 # The oldest versions that the package supports, and the newest that the index has, before pins are moved: each in an
 # environment of its own. Every kernel is compiled for a Hopper GPU, and some rooms run in the interpreter. (NumPy

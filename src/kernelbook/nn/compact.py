@@ -7,6 +7,7 @@ import torch
 from kernelbook import arguments
 from kernelbook.linear import linear, product
 from kernelbook.memory import empty
+from kernelbook.observed import is_batched
 from kernelbook.operators import Op
 from kernelbook.sparse_linear.op import products
 from kernelbook.tensors import matrix
@@ -91,6 +92,11 @@ def _run(
 @torch.autograd.function.once_differentiable  # the weight in another dtype has no gradient
 def _gradients(call: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """-> the gradients of x, weight and bias."""
+    if is_batched(dy):
+        raise NotImplementedError(
+            "compact_sparse_linear: dy must be one gradient, since those of the weight are sparse tensors, got a batch "
+            "(is_grads_batched=True)"
+        )
     (x, weight, low), [ids], (dx_dtype, dw_dtype, db_dtype, _) = call.saved, call.kept, call.wanted
     low = weight if weight.dtype == x.dtype else low
     chunk, dense_dx = call.chunk_size, dx_dtype is not None and call.mode == "sparse_dw"

@@ -136,7 +136,7 @@ def _wide(weight: torch.Tensor) -> bool:
 
 def _plan_up(
     tiles: kernels.Plan, m: int, columns: int, weight: torch.Tensor, activation: str | None, has_bias: bool = False,
-    gated: bool = False, has_gate_bias: bool = False, counters: int = 0, pdl: bool = False,
+    gated: bool = False, has_gate_bias: bool = False, pdl: bool = False,
 ) -> _Product:  # fmt: skip
     if tiles.strategy == "packed":
         return _Product(activation)
@@ -144,7 +144,7 @@ def _plan_up(
     blocks, is_vector = tiles.up.kwargs, tiles.strategy == "vector"
     constants = {
         "ACTIVATION": activation or "none", "HAS_BIAS": has_bias, "GATED": gated, "HAS_GATE_BIAS": has_gate_bias,
-        "ACC": tl_accumulator(weight.dtype), "SEMAPHORES": counters, "PDL": pdl, "num_warps": tiles.up.num_warps,
+        "ACC": tl_accumulator(weight.dtype), "PDL": pdl, "num_warps": tiles.up.num_warps,
     }  # fmt: skip
     if is_vector:
         if not _wide(weight):
@@ -202,8 +202,8 @@ def _run_up(
         *strided(bias, 1, x), *strided(gate, 2, x), *strided(gate_bias, 1, x),
         out, out.stride(0),
     )  # fmt: skip
-    numbers = (m, weight.shape[0], k, rows.shape[0], columns)
-    to_zero = rows if counters is None else counters
+    to_zero, semaphores = (rows, 0) if counters is None else (counters, counters.shape[0])
+    numbers = (m, weight.shape[0], k, rows.shape[0], columns, semaphores)
     if up.is_vector:
         up.launch(up.grid, *operands, to_zero, *numbers)
         return
@@ -385,10 +385,8 @@ def _plan_ffn(
     tiles = _choose_tiles(x, k_out, count, gated)
     pdl = (tiles.strategy == "vector" or count <= kernels.EARLY) and runtime.properties(x.device).has_pdl
     down = _plan_down(tiles, m, w_down, b_down is not None, pdl)
-    counters = down.grid[0] if down.split > 1 else 0
-    has_biases = b_up is not None, gated, b_gate is not None
-    up = _plan_up(tiles, m, _padded(count), w_up, activation, *has_biases, counters, pdl)
-    return _Plan(_padded(count), up, down, counters)
+    up = _plan_up(tiles, m, _padded(count), w_up, activation, b_up is not None, gated, b_gate is not None, pdl)
+    return _Plan(_padded(count), up, down, down.grid[0] if down.split > 1 else 0)
 
 
 def _run_ffn(
