@@ -220,8 +220,8 @@ def test_swiglu(dtype: torch.dtype, rows: int, inner: int) -> None:
 
 def test_swiglu_is_an_operator() -> None:
     h, dout = (torch.randn(5, n, device=DEVICE).bfloat16() for n in (14, 7))
-    torch.library.opcheck(torch.ops.kernelbook.swiglu.default, (h.requires_grad_(),))
-    torch.library.opcheck(torch.ops.kernelbook.swiglu_backward.default, (h.detach(), dout))
+    torch.library.opcheck(torch.ops.kernelbook.swiglu.default, (h.requires_grad_(), None, None, ""))
+    torch.library.opcheck(torch.ops.kernelbook.swiglu_backward.default, (h.detach(), dout, None, None, ""))
 
 
 CLAMPED = ClampedSwiGLU(1.5, 3.0)
@@ -243,8 +243,8 @@ def test_clamped_swiglu(dtype: torch.dtype, rows: int, inner: int) -> None:
 
 def test_clamped_swiglu_is_an_operator_and_keeps_nan() -> None:
     h, dout = (torch.randn(5, n, device=DEVICE).bfloat16() for n in (14, 7))
-    torch.library.opcheck(torch.ops.kernelbook.clamped_swiglu.default, (h.requires_grad_(), 1.702, 7.0))
-    torch.library.opcheck(torch.ops.kernelbook.clamped_swiglu_backward.default, (h.detach(), dout, 1.702, 7.0))
+    torch.library.opcheck(torch.ops.kernelbook.swiglu.default, (h.requires_grad_(), 1.702, 7.0, ""))
+    torch.library.opcheck(torch.ops.kernelbook.swiglu_backward.default, (h.detach(), dout, 1.702, 7.0, ""))
     h = torch.tensor([[torch.nan, 1.0, 1.0, torch.nan, torch.inf, 1.0]], device=DEVICE)
     assert ClampedSwiGLU()(h).isnan().tolist() == [[True, True, False]]
 

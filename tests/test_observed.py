@@ -212,20 +212,8 @@ def test_to_dynamo_a_public_function_is_one_operator(name: str) -> None:
     ours, plain = compiled(*tensors), function(*tensors, **others)
     assert type(ours) is type(plain)
     torch.testing.assert_close(ours, plain, rtol=0, atol=0)
-    assert graphs[0][0] == f"kernelbook.{name}_whole.default" and set(graphs[0][1:]) <= {"<built-in function getitem>"}
-
-
-@pytest.mark.parametrize("name", ("scatter_ffn",))
-def test_opcheck_of_a_public_function(name: str) -> None:
-    function, tensors, others = _whole_calls()[name]
-    operator = getattr(torch.ops.kernelbook, f"{name}_whole").default
-    given = dict(zip(inspect.signature(function).parameters, tensors, strict=False)) | others
-    defaults = {p.name: p.default for p in inspect.signature(function).parameters.values()}
-    names = [argument.name for argument in operator._schema.arguments][:-1]
-    args = [given.get(each, defaults[each]) for each in names]
-    leaves = [a.clone().requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
-    for each in (args, leaves):
-        torch.library.opcheck(operator, (*each, ""))
+    [called] = [target for target in graphs[0] if not target.startswith("<built-in function get")]  # getitem, getattr
+    assert called == f"kernelbook.{name}.default"
 
 
 def test_more_compiled_calls_are_guarded_by_what_the_first_is_guarded_by() -> None:

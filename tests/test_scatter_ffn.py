@@ -410,13 +410,12 @@ def test_two_launches_a_call(m: int) -> None:
     assert launches(lambda: kb.scatter_ffn(**network, neurons=neurons, activation="silu")) == 2
 
 
-@pytest.mark.parametrize("deterministic", (False, True))
-def test_always_the_same_bits(deterministic: bool) -> None:
+def test_always_the_same_bits() -> None:
     network = {k: t.requires_grad_() for k, t in _network(3, 40, 90, 24, torch.float16, gated=True).items()}
     neurons = torch.cat([_neurons(90, 50), _neurons(90, 10)])
 
     def run() -> list[torch.Tensor]:
-        y = kb.scatter_ffn(**network, neurons=neurons, activation="silu", deterministic=deterministic)
+        y = kb.scatter_ffn(**network, neurons=neurons, activation="silu")
         return [y, *torch.autograd.grad(y.sum(), tuple(network.values()))]
 
     first = run()
@@ -780,12 +779,12 @@ def test_bitwise_reproducible(m: int) -> None:
     network = _network(m, 4096, 16384, 4096, torch.bfloat16)
     for count in (330, 1638, 8192) if m <= 128 else (1638,):
         neurons = _neurons(16384, count)
-        first = kb.scatter_ffn(**network, neurons=neurons, deterministic=True)
+        first = kb.scatter_ffn(**network, neurons=neurons)
         junk = torch.empty(2**24, device=runtime.DEVICE)
         for i in range(250):
             if i % 10 == 0:
                 junk.random_()  # other work in the caches
-            assert torch.equal(kb.scatter_ffn(**network, neurons=neurons, deterministic=True), first)
+            assert torch.equal(kb.scatter_ffn(**network, neurons=neurons), first)
 
 
 @pytest.mark.gpu

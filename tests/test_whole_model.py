@@ -335,8 +335,8 @@ def test_rotation_and_its_gradient() -> None:
 def test_swap_turns_queries_and_keys_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = tiny_model("qwen3_moe"), tokens()
     calls = []
-    real = rotary._rotate
-    monkeypatch.setattr(rotary, "_rotate", lambda *given: calls.append(given[0].shape) or real(*given))
+    real = rotary._rotation
+    monkeypatch.setattr(rotary, "_rotation", lambda *given: calls.append(given[0].shape) or real(*given))
     with torch.no_grad():
         expected = model(ids).logits
         assert not calls

@@ -15,6 +15,7 @@ from kernelbook import observed, runtime
 __all__ = [
     "FLOATING",
     "autocast_dtype",
+    "check_alike",
     "check_choice",
     "check_dtype",
     "check_fields",
@@ -168,6 +169,16 @@ def check_linear(op: str, x: object, name: str, weight: object) -> None:
     check_shape(op, name, weight, (weight.shape[0], x.shape[-1]))
     check_same_dtype(op, x=x, **{name: weight})
     check_same_device(op, x=x, **{name: weight})
+
+
+def check_alike(op: str, x: torch.Tensor, **others: tuple[Any, Sequence[int]]) -> None:
+    """Raises unless each other tensor, where it is not ``None``, has the shape that comes with it, and dtype and device of ``x``."""
+    given = {name: tensor for name, (tensor, _) in others.items() if tensor is not None}
+    for name, tensor in given.items():
+        check_tensor(op, name, tensor)
+        check_shape(op, name, tensor, others[name][1])
+    check_same_dtype(op, x=x, **given)
+    check_same_device(op, x=x, **given)
 
 
 def check_choice(op: str, name: str, value: object, choices: Sequence[object]) -> None:

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch.compiler import is_dynamo_compiling
 
 from kernelbook import arguments, runtime  # before Triton, which it sets up
-from kernelbook.launch import cdiv, launcher, operator
+from kernelbook.launch import cdiv, launcher
 from kernelbook.memory import empty, tl_accumulator
-from kernelbook.observed import in_mode_of_forward, keep_mode, observed, wants_gradient
-from kernelbook.tensors import matrix, precision, without_autocast
+from kernelbook.operators import Op
+from kernelbook.tensors import matrix, precision
 from kernelbook.tiles import grouped
 
 # isort: split
@@ -50,18 +50,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     """
     if is_dynamo_compiling() or not runtime.in_same_bits():
         return F.linear(x, weight, bias)
-    x, weight, bias = arguments.in_autocast_dtype(x, weight, bias)
-    arguments.check_linear("linear", x, "weight", weight)
-    if bias is not None:
-        arguments.check_tensor("linear", "bias", bias)
-        arguments.check_shape("linear", "bias", bias, weight.shape[:1])
-    arguments.check_same_dtype("linear", x=x, weight=weight, bias=bias)
-    arguments.check_same_device("linear", x=x, weight=weight, bias=bias)
-    if observed(x, weight, bias):
-        return _linear(x, weight, bias)  # type: ignore[no-any-return]
-    if wants_gradient(x, weight, bias):
-        return _Linear.apply(x, weight, bias)  # type: ignore[no-any-return]
-    return _run(x, weight, bias)
+    return _linear(x, weight, bias)  # type: ignore[no-any-return]
 
 
 def product(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None, *, out: torch.Tensor) -> torch.Tensor:
@@ -130,49 +119,38 @@ def tiles(n: int, itemsize: int, properties: runtime.DeviceProperties) -> triton
     return triton.Config(blocks, num_warps=4, num_stages=4 if properties.shared_memory_per_program > 2**16 else 2)
 
 
-# --- what a call does -----------------------------------------------------------------------------------------------
+# --- the operator ---------------------------------------------------------------------------------------------------
 
 
-def _run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    with runtime.same_bits():  # an operator is one of this kind wherever it runs
-        y = empty((*x.shape[:-1], weight.shape[0]), x.dtype, x)
-        product(matrix(x), weight.t(), bias, out=matrix(y))
-    return y
+def _check(x: Any, weight: Any, bias: Any) -> None:
+    arguments.check_linear("linear", x, "weight", weight)
+    arguments.check_alike("linear", x, bias=(bias, weight.shape[:1]))
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, weight, _ = inputs
-    keep_mode(ctx)
-    ctx.save_for_backward(x, weight)
+def _run(
+    _: Any, outputs: tuple[torch.Tensor], x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> None:
+    with runtime.same_bits():  # wherever the operator runs, as in a graph that was traced within
+        product(matrix(x), weight.t(), bias, out=matrix(outputs[0]))
 
 
-@in_mode_of_forward
-def _gradients(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    (x, weight), (needs_dx, needs_dw, needs_db) = ctx.saved_tensors, ctx.needs_input_grad
+def _gradients(call: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    (x, weight), (needs_dx, needs_dw, needs_db) = call.saved, (dtype is not None for dtype in call.wanted)
     rows = dy.reshape(math.prod(dy.shape[:-1]), dy.shape[-1])
-    with without_autocast(dy):
-        return (
-            linear(dy, weight.t()) if needs_dx else None,
-            rows.t() @ x.reshape(rows.shape[0], x.shape[-1]) if needs_dw else None,
-            rows.sum(0) if needs_db else None,
-        )
+    return (
+        _linear(dy, weight.t(), None) if needs_dx else None,
+        rows.t() @ x.reshape(rows.shape[0], x.shape[-1]) if needs_dw else None,
+        rows.sum(0) if needs_db else None,
+    )
 
 
-class _Linear(torch.autograd.Function):
-    """A product that autograd records, where nobody observes the call."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
-        _keep(ctx, inputs, None)
-        return _run(*inputs)
-
-    backward = staticmethod(_gradients)
-
-
-_linear = operator(
+_linear = Op(
     "linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
-    outputs=lambda x, weight, _: empty((*x.shape[:-1], weight.shape[0]), x.dtype, x),
+    check=_check,
+    outputs=lambda x, weight, _: (empty((*x.shape[:-1], weight.shape[0]), x.dtype, x),),
+    plan=lambda *_: (),  # of tiles and grid :func:`product` takes care
     run=_run,
-    setup_context=_keep,
+    saves=("x", "weight"),
+    autocast=("x", "weight", "bias"),
     backward=_gradients,
 )

@@ -114,7 +114,7 @@ def _key_function(name: str, parameters: Sequence[Any]) -> Callable[..., tuple[A
         arg, kind = parameter.name, str(parameter.type)
         tensor = (
             f"{arg}.shape, {arg}.stride(), {arg}.dtype, {arg}.device, {arg}.data_ptr() % 16, "
-            f"type({arg}) in plain, {arg}.is_neg()"
+            f"type({arg}) in _plain, {arg}.is_neg()"
         )
         parts.append(
             tensor if kind == "Tensor"
@@ -122,8 +122,9 @@ def _key_function(name: str, parameters: Sequence[Any]) -> Callable[..., tuple[A
             else f"tuple({arg})" if kind.startswith("List") else arg
         )  # fmt: skip
     names = ", ".join(parameter.name for parameter in parameters)
-    scope = {"mode": runtime.plan_mode, "tf32": allows_tf32, "plain": PLAIN, "name": name}
-    exec(f"def key({names}):\n    return (name, {', '.join(parts)}, mode(), tf32())", scope)  # noqa: S102
+    # Names that no argument has.
+    scope = {"_mode": runtime.plan_mode, "_tf32": allows_tf32, "_plain": PLAIN, "_name": name}
+    exec(f"def key({names}):\n    return (_name, {', '.join(parts)}, _mode(), _tf32())", scope)  # noqa: S102
     return scope["key"]  # type: ignore[return-value]
 
 
@@ -370,10 +371,13 @@ class Op:
             **dict(zip(self._names_plain, ctx.plain, strict=True)),
         )
         if ctx.same_bits == runtime.in_same_bits() and not _autocasts():
-            return self.backward(call, *gradients)
-        # Autograd may run this in a thread of its own, and later. Dtypes are settled: autocast would lower them.
-        with runtime.same_bits(ctx.same_bits), _without_autocast(first):
-            return self.backward(call, *gradients)
+            found = self.backward(call, *gradients)
+        else:
+            # Autograd may run this in a thread of its own, and later. Dtypes are settled: autocast would lower them.
+            with runtime.same_bits(ctx.same_bits), _without_autocast(first):
+                found = self.backward(call, *gradients)
+        # For one that is not wanted the dispatcher returns a tensor of no elements.
+        return [gradient if need else None for gradient, need in zip(found, needs, strict=False)]
 
 
 class _Recorded(torch.autograd.Function):

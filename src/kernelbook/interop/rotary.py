@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from kernelbook.interop import transformers_attention
-from kernelbook.launch import cdiv, launcher, operator
+from kernelbook.launch import Launch, cdiv, launcher
 from kernelbook.nn import kernels
-from kernelbook.observed import in_mode_of_forward, is_transformed, keep_mode, observed, wants_gradient
-from kernelbook.tensors import check_versions, with_versions
+from kernelbook.observed import is_transformed
+from kernelbook.operators import Op
 
 # isort: split
 import triton
@@ -29,81 +29,62 @@ FUNCTION = "apply_rotary_pos_emb"
 
 
 def rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """q (B, HQ, N, D) and k (B, HK, N, D) turned by cos and sin, (B or 1, N, D), in their own dtype (not float64)."""
-    return _rotate(q, k, cos, sin, False)
+    """Turn q (B, HQ, N, D) and k (B, HK, N, D) by cos and sin, (B or 1, N, D), in their own dtype (not float64)."""
+    return _rotation(q, k, cos, sin, False)  # type: ignore[no-any-return]
 
 
-def _rotate(
+def _in_rows(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _new_like(x: torch.Tensor) -> torch.Tensor:
+    """In the order of dimensions that x has in memory, with contiguous features."""
+    return torch.empty_like(x, memory_format=torch.preserve_format if x.stride(-1) == 1 else torch.contiguous_format)
+
+
+def _plan(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    if observed(q, k, cos, sin):
-        return _operator(q, k, cos, sin, back)  # type: ignore[no-any-return]
-    if wants_gradient(q, k, cos, sin):
-        return _Rotation.apply(q, k, cos, sin, back)  # type: ignore[no-any-return]
-    return _run(q, k, cos, sin, back)
-
-
-def _run(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    q, k, cos, sin = map(_rows, (q, k, cos, sin))
-    q_out, k_out = torch.empty_like(q), torch.empty_like(k)
+) -> tuple[Launch, tuple[int, int]] | None:
     batch, heads, n, size = q.shape
-    cos, sin = (table.expand(batch, n, size) for table in (cos, sin))
+    if batch * n == 0:
+        return None
     launch = launcher(
         kernels._rotate_kernel, HALF=size // 2, BLOCK_D=triton.next_power_of_2(size // 2), BLOCK_H=kernels.HEADS,
         BACK=back, num_warps=kernels.WARPS,
     )  # fmt: skip
-    if batch * n:
-        launch(
-            (batch * n, cdiv(heads, kernels.HEADS) + cdiv(k.shape[1], kernels.HEADS)),
-            q, *q.stride()[:3], k, *k.stride()[:3], cos, *cos.stride()[:2], sin, *sin.stride()[:2],
-            q_out, *q_out.stride()[:3], k_out, *k_out.stride()[:3],
-            n, heads, k.shape[1],
-        )  # fmt: skip
-    return q_out, k_out
+    return launch, (batch * n, cdiv(heads, kernels.HEADS) + cdiv(k.shape[1], kernels.HEADS))
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
+def _run(
+    plan: tuple[Launch, tuple[int, int]], outputs: tuple[torch.Tensor, torch.Tensor], q: torch.Tensor, k: torch.Tensor,
+    cos: torch.Tensor, sin: torch.Tensor, _: bool,
+) -> None:  # fmt: skip
+    (launch, grid), (q_out, k_out) = plan, outputs
+    q, k, cos, sin = map(_in_rows, (q, k, cos, sin))
+    batch, heads, n, size = q.shape
+    cos, sin = (table.expand(batch, n, size) for table in (cos, sin))
+    launch(
+        grid,
+        q, *q.stride()[:3], k, *k.stride()[:3], cos, *cos.stride()[:2], sin, *sin.stride()[:2],
+        q_out, *q_out.stride()[:3], k_out, *k_out.stride()[:3],
+        n, heads, k.shape[1],
+    )  # fmt: skip
 
 
-class _Rotation(torch.autograd.Function):
-    """A rotation that autograd records, where nobody observes the call."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        keep_mode(ctx)
-        *_, cos, sin, ctx.back = inputs
-        ctx.tables = with_versions(cos, sin)  # all layers have the same, and activation checkpoints need not keep them
-        return _run(*inputs)
-
-    @staticmethod
-    @in_mode_of_forward
-    def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        check_versions(ctx.tables)
-        (cos, _), (sin, _) = ctx.tables
-        return *_rotate(dq, dk, cos, sin, not ctx.back), None, None, None
+def _gradients(call: Any, dq: torch.Tensor | None, dk: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """-> those of q and k. Where only one of the two has been used, its gradient stands for both."""
+    found = _rotation(dk if dq is None else dq, dq if dk is None else dk, *call.kept, not call.back)
+    return [None if given is None else gradient for given, gradient in zip((dq, dk), found, strict=True)]
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, _, cos, sin, ctx.back = inputs
-    keep_mode(ctx)
-    ctx.save_for_backward(cos, sin)
-
-
-@in_mode_of_forward
-def _gradients(ctx: Any, dq: torch.Tensor, dk: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    cos, sin = ctx.saved_tensors
-    return *_rotate(dq, dk, cos, sin, not ctx.back), None, None, None
-
-
-_operator = operator(
+_rotation = Op(
     "rotate(Tensor q, Tensor k, Tensor cos, Tensor sin, bool back) -> (Tensor, Tensor)",
-    # In the order of dimensions that q and k have in memory, with contiguous features.
-    outputs=lambda q, k, *_: (torch.empty_like(_rows(q)), torch.empty_like(_rows(k))),
+    check=lambda *_: None,
+    outputs=lambda q, k, *_: (_new_like(q), _new_like(k)),
+    plan=_plan,
     run=_run,
-    setup_context=_keep,
+    results=2,
+    keeps=("cos", "sin"),  # all layers have the same
     backward=_gradients,
 )
 

@@ -5,9 +5,12 @@ from typing import Any
 import torch
 
 from kernelbook import arguments
-from kernelbook.linear import linear
-from kernelbook.observed import in_mode_of_forward, is_batched, keep_mode
-from kernelbook.sparse_linear import sparse_backward, sparse_dw
+from kernelbook.linear import linear, product
+from kernelbook.memory import empty
+from kernelbook.observed import is_batched
+from kernelbook.operators import Op
+from kernelbook.sparse_linear.op import products
+from kernelbook.tensors import matrix
 
 __all__ = ["compact_sparse_linear"]
 
@@ -21,7 +24,7 @@ def compact_sparse_linear(
     chunk_size: int = 64,
     mode: str = "sparse_dw",
 ) -> torch.Tensor:
-    """:func:`kernelbook.sparse_linear` with gradients of weight and bias as ``torch.sparse_coo`` tensors of the active rows.
+    """Compute :func:`kernelbook.sparse_linear` with gradients of weight and bias as ``torch.sparse_coo`` tensors of the active rows.
 
     Zeros are neither written nor read, and an optimizer sees which rows have a gradient. The tensors have
     ``A * chunk_size`` rows each, in the order of the ids, and are not coalesced.
@@ -46,6 +49,13 @@ def compact_sparse_linear(
             msg=f"{op}: gradients of active rows only cannot be compiled into one graph; set compact_gradient=False, or "
             f"leave out fullgraph=True"
         )
+    chunk_size = arguments.integer(op, "chunk_size", chunk_size)
+    lowered = isinstance(x, torch.Tensor) and arguments.autocast_dtype(x) is not None
+    return _compact_linear(x, weight, bias, active_chunks, chunk_size, mode, lowered)  # type: ignore[no-any-return]
+
+
+def _check(x: Any, weight: Any, bias: Any, ids: Any, chunk_size: int, mode: str, lowered: bool) -> None:
+    op = "compact_sparse_linear"
     arguments.check_tensor(op, "x", x)
     arguments.check_tensor(op, "weight", weight)
     if weight.ndim != 2:
@@ -55,74 +65,68 @@ def compact_sparse_linear(
     if bias is not None:
         arguments.check_tensor(op, "bias", bias)
         arguments.check_shape(op, "bias", bias, weight.shape[:1])
-    arguments.check_indices(op, "active_chunks", active_chunks)
-    arguments.check_same_device(op, x=x, weight=weight, bias=bias, active_chunks=active_chunks)
-    if mode not in ("sparse_dw", "sparse_dw_dx"):
-        raise ValueError(f"{op}: mode must be one of 'sparse_dw', 'sparse_dw_dx', got {mode!r}")
-    chunk_size = arguments.integer(op, "chunk_size", chunk_size, least=16)
+    arguments.check_indices(op, "active_chunks", ids)
+    arguments.check_same_device(op, x=x, weight=weight, bias=bias, active_chunks=ids)
+    arguments.check_choice(op, "mode", mode, ("sparse_dw", "sparse_dw_dx"))
+    arguments.integer(op, "chunk_size", chunk_size, least=16)
     if weight.shape[0] % chunk_size:
         raise ValueError(f"{op}: chunk_size must divide the features ({weight.shape[0]}), got {chunk_size}")
-    dtype = arguments.autocast_dtype(x)
-    if dtype is not None and x.dtype != torch.float64:
-        x = x.to(dtype)
-    else:
+    if not lowered or x.dtype == torch.float64:
         arguments.check_same_dtype(op, x=x, weight=weight, bias=bias)
-    # Autocast would cast the weight outside, and its gradient back to all rows.
-    y: torch.Tensor = _CompactLinear.apply(x, weight, bias, active_chunks, chunk_size, mode, x.dtype)
-    return y
 
 
-class _CompactLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        ids: torch.Tensor,
-        chunk_size: int,
-        mode: str,
-        dtype: torch.dtype,
-    ) -> torch.Tensor:
-        low = weight.to(dtype)
-        keep_mode(ctx)
-        ctx.save_for_backward(x, low, ids)
-        ctx.chunk_size, ctx.mode, ctx.dtype = chunk_size, mode, weight.dtype
-        ctx.shapes = weight.shape, None if bias is None else bias.shape
-        with torch.autocast(x.device.type, enabled=False):
-            return linear(x, low, None if bias is None else bias.to(dtype))
+def _outputs(x: torch.Tensor, weight: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """-> y, and for the backward pass the weight in the dtype of x where it has another."""
+    keeps_low = others[-1] and weight.dtype != x.dtype
+    return empty((*x.shape[:-1], weight.shape[0]), x.dtype, x), empty(weight.shape, x.dtype, x) if keeps_low else None
 
-    @staticmethod
-    @in_mode_of_forward
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        if is_batched(dy):
-            raise NotImplementedError(
-                "compact_sparse_linear: dy must be one gradient, since those of the weight are sparse tensors, got a batch "
-                "(is_grads_batched=True)"
-            )
-        x, weight, ids = ctx.saved_tensors
-        needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
-        chunk = ctx.chunk_size
-        dx: torch.Tensor | None = None
-        db: torch.Tensor | None = None
-        if needs_dx and ctx.mode == "sparse_dw_dx":
-            dw, db, dx = sparse_backward(x, weight, dy, ids, chunk_size=chunk, compact=True)
-        else:
-            with torch.autocast(dy.device.type, enabled=False):
-                dw, db = sparse_dw(x, dy, ids, chunk_size=chunk, compact=True, with_bias=needs_db)
-                dx = linear(dy, weight.t()) if needs_dx else None
-        rows = (ids.long()[:, None] * chunk + torch.arange(chunk, device=ids.device)).reshape(1, -1)
-        weight_shape, bias_shape = ctx.shapes
-        return (
-            dx,
-            _by_rows(rows, dw.to(ctx.dtype), weight_shape) if needs_dw else None,
-            _by_rows(rows, db.to(ctx.dtype), bias_shape) if needs_db and db is not None else None,
-            None, None, None, None,
-        )  # fmt: skip
+
+def _run(
+    _: Any, outputs: tuple[Any, ...], x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *others: Any
+) -> None:
+    y, low = outputs
+    low = weight.to(x.dtype) if low is None else low.copy_(weight)
+    product(matrix(x), low.t(), None if bias is None else bias.to(x.dtype), out=matrix(y))
+
+
+@torch.autograd.function.once_differentiable  # the weight in another dtype has no gradient
+def _gradients(call: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """-> the gradients of x, weight and bias."""
+    if is_batched(dy):
+        raise NotImplementedError(
+            "compact_sparse_linear: dy must be one gradient, since those of the weight are sparse tensors, got a batch "
+            "(is_grads_batched=True)"
+        )
+    (x, weight, low), [ids], (dx_dtype, dw_dtype, db_dtype, _) = call.saved, call.kept, call.wanted
+    low = weight if weight.dtype == x.dtype else low
+    chunk, dense_dx = call.chunk_size, dx_dtype is not None and call.mode == "sparse_dw"
+    needs = dx_dtype is not None and not dense_dx, dw_dtype is not None, db_dtype is not None
+    dx, dw, db = products(dy, x, low, ids, chunk, weight.shape[0], False, False, True, needs)
+    if dense_dx:
+        dx = linear(dy, low.t())
+    rows = (ids.long()[:, None] * chunk + torch.arange(chunk, device=ids.device)).reshape(1, -1)
+    return (
+        dx,
+        _by_rows(rows, dw.to(dw_dtype), weight.shape) if dw_dtype else None,
+        _by_rows(rows, db.to(db_dtype), weight.shape[:1]) if db_dtype else None,
+    )
 
 
 def _by_rows(rows: torch.Tensor, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     # Checks would read the rows on the host; said so, or PyTorch warns that they are off.
     with torch.sparse.check_sparse_tensor_invariants(enable=False):
         return torch.sparse_coo_tensor(rows, values, shape)
+
+
+_compact_linear = Op(
+    "compact_sparse_linear(Tensor x, Tensor weight, Tensor? bias, Tensor active_chunks, SymInt chunk_size, str mode, "
+    "bool lowered, bool record) -> (Tensor y, Tensor low)",
+    check=_check,
+    outputs=_outputs,
+    plan=lambda *_: (),
+    run=_run,
+    saves=("x", "weight", "low"),
+    keeps=("active_chunks",),
+    autocast=("x",),  # to lower the weight outside would give a gradient of all rows
+    backward=_gradients,
+)

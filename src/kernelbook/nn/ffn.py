@@ -38,7 +38,6 @@ class SparseFFN(torch.nn.Module):
         bias: of all projections.
         activation: ``"relu"``, ``"leaky_relu"``, ``"gelu"``, ``"gelu_tanh"`` or ``"silu"``.
         router: called with the input (..., K), returns the neurons (L,) for it. A module is registered as a child.
-        deterministic: as in :func:`kernelbook.scatter_ffn`.
         dropout: the share of the output that is dropped in training mode.
         device, dtype: of the parameters.
 
@@ -64,7 +63,6 @@ class SparseFFN(torch.nn.Module):
         bias: bool = False,
         activation: str = "relu",
         router: Callable[[torch.Tensor], torch.Tensor] | None = None,
-        deterministic: bool = False,
         dropout: float = 0.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -82,7 +80,7 @@ class SparseFFN(torch.nn.Module):
         if not 0 <= dropout <= 1:
             raise ValueError(f"{op}: dropout must lie in [0, 1], got {dropout}")
         self.features, self.num_neurons, self.out_features = features, neurons, out_features
-        self.activation, self.router, self.deterministic, self.dropout = activation, router, deterministic, dropout
+        self.activation, self.router, self.dropout = activation, router, dropout
         self.neurons = None
 
         def parameter(*shape: int) -> torch.nn.Parameter:
@@ -116,7 +114,6 @@ class SparseFFN(torch.nn.Module):
         *,
         activation: str | None = None,
         router: Callable[[torch.Tensor], torch.Tensor] | None = None,
-        deterministic: bool = False,
     ) -> "SparseFFN":
         """The same network with its weights repacked once, a row a neuron: new tensors, none shared with ``block``.
 
@@ -129,7 +126,7 @@ class SparseFFN(torch.nn.Module):
                 projections are ``torch.nn.Linear`` or transformers' ``Conv1D``. Dropout of its output is kept.
             activation: its name, also where it is to be another one than the block's. ``None``: found by comparing the
                 block's own with each that there is.
-            router, deterministic: as in :class:`SparseFFN`.
+            router: as in :class:`SparseFFN`.
 
         Raises:
             TypeError: ``block`` has none of these forms.
@@ -151,7 +148,6 @@ class SparseFFN(torch.nn.Module):
                 gated=gate is not None,
                 activation=new_activation,
                 router=router,
-                deterministic=deterministic,
                 dropout=_compare(block, new_activation, replace=named is not None),
                 device=w_up.device,
                 dtype=w_up.dtype,
@@ -182,7 +178,6 @@ class SparseFFN(torch.nn.Module):
             b_gate=self.b_gate,
             b_down=self.b_down,
             activation=self.activation,
-            deterministic=self.deterministic,
         )
         return torch.nn.functional.dropout(out, self.dropout, self.training) if self.dropout else out
 

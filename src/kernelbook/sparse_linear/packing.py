@@ -20,11 +20,11 @@ class Chunks(NamedTuple):
     """The chunks, and whether the columns of Y and dY, the rows of W, and those of dW and db are the active ones only."""
 
     size: int
-    d_out: Any = None  # None: a public function's, which its arguments say once they are checked
+    d_out: int
     y_compact: bool = False
     w_compact: bool = False
     dw_compact: bool = False
-    listed: int = 0  # A, once a plan is made
+    listed: int = 0  # A
 
     @property
     def total(self) -> int:
@@ -64,9 +64,11 @@ def pack(
     shape = (chunks.active, m) if axis == 0 else (m, chunks.active)
     packed = source
     if copy:
-        turned = strides[0] == 1 and strides[1] != 1
+        transposed = strides[0] == 1 and strides[1] != 1
         packed = (
-            empty(tuple(shape[::-1]), source.dtype, source).t() if turned else empty(tuple(shape), source.dtype, source)
+            empty(tuple(shape[::-1]), source.dtype, source).t()
+            if transposed
+            else empty(tuple(shape), source.dtype, source)
         )
     to = packed.stride()
     grid = cdiv(chunks.active, config.kwargs["BLOCK_N"]), cdiv(m, config.kwargs["ROWS"])
