@@ -174,7 +174,8 @@ def gemm_plan(
     if isinstance(w, Matrices) and strategy != "fused" and w.packed.data_ptr() % 16 == 0:
         found = products.plan(
             rows, (experts, k, n) if w.transposed else (experts, n, k), w.transposed, x.dtype, w.block_size,
-            w.nested[0] is not None, rank, has_bias, layout.grouped, y_grouped, True, properties,
+            w.nested[0] is not None, rank=rank, has_bias=has_bias, x_grouped=layout.grouped, y_grouped=y_grouped,
+            routed=True, properties=properties,
         )  # fmt: skip
     kernel: _RowsKernel | products.Plan
     if found is not None:
@@ -274,7 +275,7 @@ def gemm(
     kernel = plan.kernel
     if not isinstance(kernel, _RowsKernel):
         assert isinstance(w, Matrices)
-        products.launch(kernel, routing.lists, plan.tiles_at, plan.num_m, None, x, w, b, u, bias, y, plan.slots)
+        products.multiply(kernel, routing.lists, plan.tiles_at, plan.num_m, x, w, b, u, bias, y, plan.slots)
         return
     if isinstance(w, Matrices):
         of_w: tuple[Any, ...] = (w.packed.view(torch.int32) if kernel.in_words else w.packed, 0, 0, 0, None, *w.scales)
