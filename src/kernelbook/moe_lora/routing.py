@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from kernelbook import arguments, runtime  # before Triton, which it sets up
+from kernelbook import arguments  # before Triton, which it sets up
 from kernelbook.launch import Launch, cdiv, launcher
 from kernelbook.memory import empty
 from kernelbook.moe_lora import kernels
