@@ -407,7 +407,7 @@ def test_operator_and_direct_call_agree(gates: torch.dtype | None) -> None:
     assert recorded.requires_grad and torch.equal(recorded, direct)
     with torch.no_grad():
         assert torch.equal(kb.moe_lora(**inputs, routing=routing), direct)
-    dispatched = routing._replace(lists=torch.ops.kernelbook.route(ids, 4))
+    dispatched = routing._replace(lists=torch.ops.kernelbook.route(ids, 4, ""))
     for name in ("order", "inverse", "offsets"):
         assert torch.equal(getattr(routing, name), getattr(dispatched, name))
 
