@@ -277,9 +277,11 @@ def gemm(
         assert isinstance(w, Matrices)
         products.multiply(kernel, routing.lists, plan.tiles_at, plan.num_m, x, w, b, u, bias, y, plan.slots)
         return
-    w_descriptor, scales = None, (None, None, None, None, None)
+    strides: tuple[int, ...] = (0, 0, 0)
+    scales: tuple[torch.Tensor | None, ...] = (None,) * 5
+    w_descriptor = None
     if isinstance(w, Matrices):
-        elements, strides, scales = w.packed.view(torch.int32) if kernel.in_words else w.packed, (0, 0, 0), w.scales
+        elements, scales = w.packed.view(torch.int32) if kernel.in_words else w.packed, w.scales
     else:
         elements, strides = w, w.stride()
         if kernel.w_block is not None:

@@ -184,7 +184,7 @@ def call_of(
 ) -> Call:  # fmt: skip
     if not isinstance(routing, Routing):
         raise TypeError(f"{function}: routing must be a Routing, as route() returns it, got {type(routing).__name__}")
-    parts: tuple[Any, ...] = (None,) * 6
+    parts: tuple[Any, Any, Any, Any, Any, Any] = (None, None, None, None, None, None)
     shape: tuple[int, ...] = ()
     block_size = 0
     if isinstance(w, NF4Tensor):
@@ -211,7 +211,9 @@ def call_of(
 
 def check(*args: Any) -> None:
     call = Call(*args)
-    op, x, w, lora_a, lora_b, bias, gates = call.function, *call[:DIFFERENTIABLE]
+    op, x, w, lora_a, lora_b, bias, gates = (
+        call.function, call.x, call.w, call.lora_a, call.lora_b, call.bias, call.gates,
+    )  # fmt: skip
     expert_ids, experts, stored = call.expert_ids, call.experts, call.packed
     arguments.check_tensor(op, "x", x)
     if w is None:
@@ -368,7 +370,8 @@ def _plan_backward(dy: torch.Tensor, u: Any, *args: Any) -> _BackwardPlan | None
 def _run_backward(plan: _BackwardPlan, outputs: tuple[Any, ...], dy: torch.Tensor, u: Any, *args: Any) -> None:
     dx, dw, da, db, dbias, dgates = outputs
     call = Call(*args[:-1])
-    routing, x, gates, d = call.routing, call.x, call.gates, None if da is None else call.empty_u()
+    routing, x, gates = call.routing, call.x, call.gates
+    d: Any = None if da is None else call.empty_u()
     a, b = _transposed(call.lora_b), _transposed(call.lora_a)
     if plan.gemm is not None:
         lora = None if a is None else Lora(a, b, d, call.scaling)

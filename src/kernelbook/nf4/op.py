@@ -329,7 +329,7 @@ def _run_matmul(
         if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16 or x.stride(0) >= 2**26:
             x = x.clone(memory_format=torch.contiguous_format)
         w = products.Matrices(packed, absmax, code, nested, block_size, (plan.experts, k, n))
-        products.multiply_one(plan.tensor_cores, x, w, expert if experts is None else experts, y.view(m, n))
+        products.multiply_one(plan.tensor_cores, x, w, (expert or 0) if experts is None else experts, y.view(m, n))
     elif plan.launch is not None:
         nested = (code, code, code) if nested_absmax is None else nested
         ids = code if experts is None else experts

@@ -100,7 +100,7 @@ def shrink_products(
 
 
 @triton.jit(do_not_specialize=["offsets_at", "l_top_k", "z_top_k"])
-def _moe_lora_bwd_recompute_kernel(
+def _moe_lora_bwd_recompute_kernel(  # type: ignore[no-untyped-def]
     routing_ptr, offsets_at,  # order (R,); there (E + 1,) offsets
     l_ptr, stride_lm, stride_lc,  # (R / l_top_k, C) left; (R, C) if L_GROUPED
     f_ptr, stride_fe, stride_fc, stride_fr,  # (E, C, r)
