@@ -143,7 +143,7 @@ rms(40000, torch.float32)
 """,
     "moe_lora": """
 import torch, kernelbook as kb
-from kernelbook.moe_lora import lora_gradients, thin_products
+from kernelbook.study.moe_lora import lora_gradients
 def step(tokens, experts, slots, k, n, rank, dtype, strategy, gated=False, **how):
     routing = kb.route(torch.zeros(tokens, slots, dtype=torch.int64), experts)
     leaf = lambda *s: torch.empty(*s, dtype=dtype, requires_grad=True)
@@ -668,7 +668,9 @@ def test_kernels_compile_without_spilling(rooms: tuple[str, ...], targets: tuple
     for room, target in itertools.product(rooms, targets):
         of_target = [kernel for kernel in found[room] if kernel.target == target]
         # Those of `packed` are moe_lora's, nf4 calls one of them too; and the linear layer's is nn's.
-        shared = _kernels_in([*(SRC / "packed").glob("kernels_*.py"), SRC / "linear.py"]) - _kernels(room, target)
+        shared = _kernels_in(
+            [*(SRC / "packed").glob("kernels_*.py"), *(SRC / "study").glob("*.py"), SRC / "linear.py"]
+        ) - _kernels(room, target)
         assert {kernel.name for kernel in of_target} - shared == _kernels(room, target)
         limit = runtime.TARGETS[target].shared_memory_per_program
         for kernel in of_target:

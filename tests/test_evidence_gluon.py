@@ -36,8 +36,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[products.Plan | N
     plan, made = products.plan, []
     small = dataclasses.replace(runtime.TARGETS["sm_90"], num_sms=2)
 
-    def planned(*args: Any) -> products.Plan | None:
-        made.append(plan(*args[:-1], small))
+    def planned(*args: Any, **how: Any) -> products.Plan | None:
+        made.append(plan(*args, **{**how, "properties": small}))
         return made[-1]
 
     monkeypatch.setattr(products, "plan", planned)
@@ -117,12 +117,13 @@ def test_matrix(m: int, kind: str, shape: tuple[int, ...], launched: list[produc
         for nobody in (shape[0], shape[0] + 3, -1):
             with check.poisoned_empty():
                 assert (kb.nf4_matmul(x / 0, q, torch.tensor([nobody])) == 0).all()
-    few, more = ("gemv", "some") if q.block_size >= 64 else ("small_m", "gemm")
+    few, more = ("gemv", "split_k") if q.block_size >= 64 else ("skinny", "gemm")
     _were({few if m <= 8 else more}, launched)
 
 
 @pytest.mark.parametrize(
-    ("m", "step", "kind"), ((7, 2**28, "gemv"), (7, 2**26 - 16, "gemv"), (13, 2**28, "some"), (40, 2**26 - 16, "some"))
+    ("m", "step", "kind"),
+    ((7, 2**28, "gemv"), (7, 2**26 - 16, "gemv"), (13, 2**28, "split_k"), (40, 2**26 - 16, "split_k")),
 )
 def test_rows_far_apart(m: int, step: int, kind: str, launched: list[products.Plan | None]) -> None:
     """Rows of x whose numbers need 64 bits, and such that just do without."""
@@ -144,7 +145,7 @@ def test_parts_of_k(launched: list[products.Plan | None]) -> None:
     q, x = _packed("64 double", 1, 72, 2112), randn(20, 2112, dtype=F16)
     with check.poisoned_empty():
         assert torch.equal(kb.nf4_matmul(x, q, 0), kb.nf4_matmul(x, q, 0))
-    _were({"some"}, launched)
+    _were({"split_k"}, launched)
     assert launched[-1] is not None and launched[-1].parts == 2
 
 
@@ -192,7 +193,7 @@ def test_experts(problem: tuple[Any, ...], launched: list[products.Plan | None])
         inputs,
         backward,
     )
-    _were({"small_m" if tokens < 16 else "gemm"}, launched)
+    _were({"skinny" if tokens < 16 else "gemm"}, launched)
 
 
 @pytest.mark.parametrize("skipped", (False, True))
@@ -227,7 +228,7 @@ def test_experts_in_sorted_order(tokens: int, grouped_in: bool, launched: list[p
         {"x": randn(2 * tokens if grouped_in else tokens, k, dtype=F16)},
         True,
     )
-    _were({"small_m", "gemm"} if tokens == 9 else {"gemm"}, launched)
+    _were({"skinny", "gemm"} if tokens == 9 else {"gemm"}, launched)
 
 
 @pytest.mark.filterwarnings("ignore:(overflow|invalid)")

@@ -15,10 +15,11 @@ import triton
 from tensors import randn
 
 from kernelbook import arguments, check, plans, runtime
-from kernelbook.moe_lora import grouped, kernels, lora_gradients, moe_lora_reference, op, thin_products
+from kernelbook.moe_lora import grouped, kernels, moe_lora_reference, op
 from kernelbook.moe_lora.routing import tiles_of_height
 from kernelbook.scatter_ffn import kernels as ffn_kernels
 from kernelbook.scatter_ffn import scatter_ffn_reference
+from kernelbook.study.moe_lora import lora_gradients, shrink_products
 
 
 @contextlib.contextmanager
@@ -79,9 +80,9 @@ def test_products_of_rows_in_small_and_large_tiles(rank: int, lora: str, block_n
     exact_u = (chosen @ x.double()[:, :, None])[routing.order.long(), :, 0]
     for weight in (w, w.transpose(1, 2).contiguous().transpose(1, 2)):
         for rows, in_order in ((x, False), (x[routing.order.long()], True)):
-            given = op.Given(rows, weight, a, b, None, None, routing, 1.0, lora, in_order, False)
+            call = op.call_of("moe_lora", rows, weight, routing, a, b, strategy=lora, grouped_in=in_order)
             with _tiles(of=kernels, rows_tiles=tiles), check.poisoned_empty():
-                y, u = op._forward(op._forward_plan("moe_lora", given), given, with_u=True)
+                y, u = op._moe_lora.execute(op._moe_lora.plan(*call, True), (*call, True))
             assert check.relative_error(y, exact) < 2e-3
             assert check.relative_error(u[:, :rank], exact_u) < 2e-3
             assert (u[:, rank:] == 0).all() and (u[-7:] == 0).all() and (y[ids[:, 0] == 3] == 0).all()
@@ -93,7 +94,7 @@ def test_shares_that_do_not_divide_a_long_sum() -> None:
     x, a, dy, b = randn(9, 96), randn(2, 3, 96), randn(9, 32), randn(2, 32, 3)
     tiles = kernels.tiles(4, 2, BLOCK_M=16, BLOCK_K=32, BLOCK_R=16, SPLIT=2)
     with _tiles(of=kernels, shrink_tiles=tiles):
-        u, _ = thin_products(x, dy, a, b, routing)
+        u, _ = shrink_products(x, dy, a, b, routing)
     exact = (a.double()[ids[:, 0]] @ x.double()[:, :, None])[routing.order.long(), :, 0]
     assert check.relative_error(u[:, :3], exact) < 1e-6
 
@@ -105,7 +106,7 @@ def test_a_nan_stays_with_its_expert(dtype: torch.dtype) -> None:
     x, dy = randn(9, 20, dtype=dtype), randn(9, 24, dtype=dtype)
     a, b = randn(3, 4, 20, dtype=dtype), randn(3, 24, 4, dtype=dtype)
     x[0], dy[0] = torch.nan, torch.nan
-    for saved in (None, thin_products(x, dy, a, b, routing)):
+    for saved in (None, shrink_products(x, dy, a, b, routing)):
         for grad in lora_gradients(x, dy, a, b, routing, saved=saved):
             assert grad[0].isnan().any() and grad[1:].isfinite().all()
     gates = torch.ones(9, 1, dtype=dtype, device=x.device)
@@ -121,7 +122,7 @@ def test_sums_over_the_only_row_there_is() -> None:
     routing = kb.route(torch.zeros(1, 1, dtype=torch.int64, device=runtime.DEVICE), 1)
     x, dy, a, b = (randn(*s, dtype=torch.float16) for s in ((1, 8), (1, 24), (1, 4, 8), (1, 24, 4)))
     u, d = (x @ a[0].t()).double(), (dy @ b[0]).double()
-    for saved in (None, thin_products(x, dy, a, b, routing)):
+    for saved in (None, shrink_products(x, dy, a, b, routing)):
         da, db = lora_gradients(x, dy, a, b, routing, saved=saved)
         assert check.relative_error(da[0], d.t() @ x.double()) < 2e-3
         assert check.relative_error(db[0], dy.double().t() @ u) < 2e-3

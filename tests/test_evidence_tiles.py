@@ -29,6 +29,7 @@ from kernelbook.scatter_ffn import scatter_ffn_reference
 from kernelbook.sparse_linear import kernels as sparse_kernels
 from kernelbook.sparse_linear import op as sparse_op
 from kernelbook.sparse_linear import sparse_dw_reference, sparse_dx_reference, sparse_forward_reference
+from kernelbook.study import moe_lora as moe_study
 from kernelbook.train import kernels as train_kernels
 from kernelbook.train.chunks import Layout, knn_scores, knn_scores_reference, top_chunks, top_chunks_reference
 from kernelbook.train.optimizer import ChunkAdamW
@@ -358,7 +359,7 @@ def _small_moe_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda rows, experts, k, rank, *_: tiles(4, 1, BLOCK_M=16, BLOCK_K=16, BLOCK_R=16, SPLIT=2),
     )
     monkeypatch.setattr(moe_kernels, "wgrad_tiles", lambda *_: tiles(4, 1, BLOCK_P=16, BLOCK_Q=16, BLOCK_M=16))
-    monkeypatch.setattr(moe_kernels, "recompute_tiles", lambda *_: tiles(4, 1, BLOCK_Q=16, BLOCK_M=16, BLOCK_C=16))
+    monkeypatch.setattr(moe_study, "recompute_tiles", lambda *_: tiles(4, 1, BLOCK_Q=16, BLOCK_M=16, BLOCK_C=16))
     monkeypatch.setattr(moe_kernels, "slots_tiles", lambda slots, _: tiles(1, 1, BLOCK_S=4, BLOCK_C=16))
     monkeypatch.setattr(moe_kernels, "route_blocks", lambda rows, experts: (4, 8, 2))
     monkeypatch.setattr(moe_kernels, "ROUTE_BLOCK", 16)

@@ -20,15 +20,14 @@ from kernelbook.lab.compiled import compile_calls
 from kernelbook.moe_lora import (
     grouped_mm_moe_lora,
     kernels,
-    lora_gradients,
     moe_lora_reference,
     op,
     route_reference,
     scatter2scatter_reference,
-    thin_products,
 )
 from kernelbook.moe_lora.routing import tiles_of_height
 from kernelbook.nf4 import kernels as nf4_kernels
+from kernelbook.study.moe_lora import lora_gradients, moe_lora_recomputed, shrink_products
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LORA = ("lora_a", "lora_b")
@@ -249,9 +248,9 @@ def test_every_way_to_cut_the_product(name: str, lora: str) -> None:
     grouped = scattered[(routing.order // 2).long()]
     for weight in (w, w.transpose(1, 2).contiguous().transpose(1, 2)):
         for x in (scattered, grouped):
-            given = op.Given(x, weight, *factors, None, None, routing, 1.0, strategy, x is grouped, False)
+            call = op.call_of("moe_lora", x, weight, routing, *factors, strategy=strategy, grouped_in=x is grouped)
             with _cut(rows_tiles=TILES[name]), check.poisoned_empty():
-                y, u = op._forward(op._forward_plan("moe_lora", given), given, with_u=True)
+                y, u = op._moe_lora.execute(op._moe_lora.plan(*call, True), (*call, True))
             assert check.relative_error(y, exact) < 2e-3
             assert lora == "none" or (u is not None and bool(torch.isfinite(u).all()))
 
@@ -267,7 +266,7 @@ def test_shares_of_a_long_thin_sum(split: int, dtype: torch.dtype) -> None:
     dy, lora_b = randn(80, 24, dtype=dtype), randn(3, 24, 5, dtype=dtype)
     tiles = kernels.tiles(4, 2, BLOCK_M=16, BLOCK_K=32, BLOCK_R=16, SPLIT=split)
     with _cut(shrink_tiles=tiles), check.poisoned_empty():
-        u, _ = thin_products(x, dy, lora_a, lora_b, routing, scaling=0.3)
+        u, _ = shrink_products(x, dy, lora_a, lora_b, routing, scaling=0.3)
     exact = torch.zeros(80, 16, dtype=torch.float64, device=x.device)
     for position, pair in enumerate(routing.order.tolist()):
         expert = int(ids.reshape(-1)[pair])
@@ -408,7 +407,7 @@ def test_operator_and_direct_call_agree(gates: torch.dtype | None) -> None:
     assert recorded.requires_grad and torch.equal(recorded, direct)
     with torch.no_grad():
         assert torch.equal(kb.moe_lora(**inputs, routing=routing), direct)
-    dispatched = routing._replace(lists=torch.ops.kernelbook.route(ids, 4))
+    dispatched = routing._replace(lists=torch.ops.kernelbook.route(ids, 4, ""))
     for name in ("order", "inverse", "offsets"):
         assert torch.equal(getattr(routing, name), getattr(dispatched, name))
 
@@ -487,10 +486,24 @@ def test_gradients_of_the_factors_in_both_ways(dtype: torch.dtype) -> None:
     for saved in (True, False):
 
         def ours(saved: bool = saved, **given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            thin = thin_products(**given, routing=routing, scaling=0.5) if saved else None
-            return lora_gradients(**given, routing=routing, scaling=0.5, saved=thin)
+            products = shrink_products(**given, routing=routing, scaling=0.5) if saved else None
+            return lora_gradients(**given, routing=routing, scaling=0.5, saved=products)
 
         check.check_op(ours, exact, inputs, forward_factor=check.GRADIENT_FACTOR)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=label)
+def test_recomputing_gives_the_same(dtype: torch.dtype) -> None:
+    ids = _experts(20, 5, 2, 0.1)
+    inputs = _inputs(ids, 5, 24, 40, 4, dtype)
+    ours = functools.partial(moe_lora_recomputed, routing=kb.route(ids, 5), scaling=0.5)
+    reference = functools.partial(moe_lora_reference, expert_ids=ids, scaling=0.5)
+    check.check_op(ours, reference, inputs, grads=tuple(inputs))
+    check.check_op(
+        lambda **t: ours(**{**inputs, **t}), lambda **t: reference(**{**inputs, **t}), inputs, grads=("lora_b",)
+    )
+    with pytest.raises(ValueError, match=r"moe_lora_recomputed: lora_b must have shape \(5, 40, 4\), got \(5, 39, 4\)"):
+        ours(**{**inputs, "lora_b": inputs["lora_b"][:, 1:]})
 
 
 def test_in_a_feed_forward_block() -> None:
@@ -638,9 +651,7 @@ def test_packed_experts_in_pytorchs_machinery() -> None:
     routing = kb.route(ids, 3)
     q = kb.nf4_quantize(randn(3, 16, 32), double_quant=True)
     x = randn(5, 32).requires_grad_()
-    parts = (q.absmax, q.code, q.nested_absmax, q.nested_code, q.nested_offset, 3, (3, 32, 16), 64)
-    given = (x, q.packed, *(None,) * 4, ids, routing.lists, *parts, 1.0, "auto", False, False, False)
-    torch.library.opcheck(torch.ops.kernelbook.moe_lora.default, given)
+    torch.library.opcheck(op._moe_lora.operator, (*op.call_of("moe_lora", x, q, routing), True, ""))
     compiled = torch.compile(lambda x: kb.scatter2scatter(x * 2, q, routing), fullgraph=True, backend="aot_eager")
     expected = kb.scatter2scatter(x * 2, q, routing)
     torch.testing.assert_close(compiled(x), expected)

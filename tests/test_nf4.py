@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import kernelbook
-from kernelbook import check, gluon_names, runtime
+from kernelbook import check, gluon_names, operators, runtime
 from kernelbook.lab.bench import nf4 as bench
 from kernelbook.lab.compiled import compile_calls
 from kernelbook.nf4 import (
@@ -354,9 +354,9 @@ def test_rows_of_one_matrix_are_shared_evenly(sms):
 def test_parts_of_k_fill_the_gpu(sms):
     """Twice as many would be more than two programs a multiprocessor, or shorter than a part may be."""
     for n, k in ((8, 64), (2048, 2048), (4096, 4096), (4096, 14336), (8192, 8192), (14336, 4096), (151936, 4096)):
-        parts, tiles = products.some_split(n, k, sms), -(-n // 64)
-        assert parts == 1 or (parts * tiles <= 2 * sms and parts * products.SOME_K <= k)
-        assert 2 * parts * tiles > 2 * sms or 2 * parts * products.SOME_K > k
+        parts, tiles = products.split_of_k(n, k, sms), -(-n // 64)
+        assert parts == 1 or (parts * tiles <= 2 * sms and parts * products.SPLIT_K_LEAST <= k)
+        assert 2 * parts * tiles > 2 * sms or 2 * parts * products.SPLIT_K_LEAST > k
 
 
 @pytest.mark.skipif(not gluon_names.USABLE, reason="needs Gluon")
@@ -368,15 +368,17 @@ def test_which_kernel_takes_a_single_matrix(monkeypatch):
     def kind(m, n, k, block_size=64):
         if not kernels.for_tensor_cores(m, n, k, block_size, properties):
             return None
-        which = torch.bfloat16, block_size, True, 0, False, True, True, False
-        return products.plan.__wrapped__(m, (1, n, k), False, *which, properties).kind
+        how = {"rank": 0, "has_bias": False, "x_grouped": True, "y_grouped": True, "routed": False}
+        return products.plan.__wrapped__(
+            m, (1, n, k), False, torch.bfloat16, block_size, True, **how, properties=properties
+        ).kind
 
     for n, k in ((14336, 4096), (4096, 4096), (4096, 14336)):
-        few = "gemv" if n * k >= products.GEMV_MORE_ELEMENTS else "some"
-        assert [kind(m, n, k) for m in (1, 8, 9, 16, 17, 32)] == ["gemv", "gemv", few, few, "some", "some"]
-        assert [kind(m, n, k) for m in (33, 63, 64)] == ["some", "some", "gemm" if n > 4224 else "some"]
+        few = "gemv" if n * k >= products.GEMV_MORE_ELEMENTS else "split_k"
+        assert [kind(m, n, k) for m in (1, 8, 9, 16, 17, 32)] == ["gemv", "gemv", few, few, "split_k", "split_k"]
+        assert [kind(m, n, k) for m in (33, 63, 64)] == ["split_k", "split_k", "gemm" if n > 4224 else "split_k"]
         assert kind(65, n, k) is None and kind(9, n, k, 32) == (None if n < 4224 else "gemm")
-    assert [kind(m, 2048, 2048) for m in (8, 9, 64)] == [None, "some", "some"]
+    assert [kind(m, 2048, 2048) for m in (8, 9, 64)] == [None, "split_k", "split_k"]
     assert kind(16, 1024, 2048) is None
 
 
@@ -399,7 +401,7 @@ def test_matmul_takes_batches_and_nothing():
     experts = torch.tensor([1], device=DEV)
     leaf = x.clone().requires_grad_()
     for chosen in ((experts, None), (None, 1)):
-        torch.library.opcheck(torch.ops.kernelbook.nf4_matmul.default, (leaf, *parts, *chosen, [2, 6, 64], 64))
+        torch.library.opcheck(torch.ops.kernelbook.nf4_matmul.default, (leaf, *parts, *chosen, [2, 6, 64], 64, ""))
 
 
 def test_an_expert_given_as_a_number_is_not_written_to_memory():
@@ -734,15 +736,16 @@ def test_nan_stays_visible(n: int, double_quant: bool) -> None:
 def test_calls_of_one_kind_share_a_plan() -> None:
     q, other = (nf4_quantize(torch.randn(3, 16, 64, device=DEV)) for _ in range(2))
     x, ids = torch.randn(2, 64, device=DEV), torch.tensor([2], device=DEV)
+    operators.forget_plans()
     for expert in (0, 2, ids, ids - 1):
         for given in (q, other):
             nf4_matmul(x, given, expert), nf4_dequantize(given, experts=ids - 1)
-    assert len(op._matmul_plans) == 2 and len(op._dequantize_plans) == 1
+    assert len(operators._plans) == 4  # one for each number, one for tensors, one to dequantize
     x.requires_grad_()
-    nf4_matmul(x, q, 1).sum().backward()
-    assert len(op._matmul_plans) == 2 and len(op._dequantize_plans) == 2
-    torch.testing.assert_close(x.grad, nf4_dequantize(q, dtype=torch.float32)[1].sum(0).expand(2, 64))
-    for plan in (*op._matmul_plans.values(), *op._dequantize_plans.values()):
+    nf4_matmul(x, q, 2).sum().backward()
+    assert len(operators._plans) == 5
+    torch.testing.assert_close(x.grad, nf4_dequantize(q, dtype=torch.float32)[2].sum(0).expand(2, 64))
+    for plan in operators._plans.values():
         assert not any(isinstance(getattr(plan, field.name), torch.Tensor) for field in dataclasses.fields(plan))
 
 
@@ -752,11 +755,12 @@ def test_what_decides_is_part_of_the_key() -> None:
     moved = dataclasses.replace(q, packed=memory[1:].copy_(q.packed))
     flat = dataclasses.replace(q, shape=(6, 8))
     ids = torch.tensor([1, 0], device=DEV)
+    operators.forget_plans()
     seen = 0
     for how in ({}, {"experts": ids}, {"experts": ids[:1]}, {"experts": ids.int()}, {"dtype": torch.float32}):
         for given in (q, double, moved, flat):
             out, seen = nf4_dequantize(given, **how), seen + 1
-            assert len(op._dequantize_plans) == seen
+            assert len(operators._plans) == seen
             assert same_bits(out, reference(given, how.get("experts"), how.get("dtype", torch.bfloat16)))
 
 

@@ -150,10 +150,9 @@ def test_no_rule_looks_at_how_many_rows_there_are(target: str, monkeypatch: pyte
         assert all(products.decodes_on_the_way(m, 8, p) for m in COUNTS)
         assert {scatter.strategy(m, 4096, 4096, 400, "bfloat16", True, p) for m in COUNTS} == {"packed"}
         for routed in (True, False):
+            how = {"rank": 0, "has_bias": False, "x_grouped": False, "y_grouped": True, "routed": routed}
             found = [
-                products.plan.__wrapped__(
-                    m, (128, 1536, 2048), False, bf16, 64, False, 0, False, False, True, routed, p
-                )
+                products.plan.__wrapped__(m, (128, 1536, 2048), False, bf16, 64, False, **how, properties=p)
                 for m in COUNTS
             ]
             assert len({None if plan is None else (plan.launch, plan.kind, plan.height) for plan in found}) == 1

@@ -143,7 +143,7 @@ ROOMS = {
     "moe_lora": (kb.route, kb.scatter2scatter, kb.moe_lora),
 }
 # Called by benches and by functions of their own, which are not public.
-STUDIED = {"_moe_lora_bwd_recompute_kernel", "_scatter_ffn_fwd_fused_kernel"}
+STUDIED = {"_scatter_ffn_fwd_fused_kernel"}
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """Products of routed tokens with the matrices of their experts, and a low-rank update for each expert."""
 
-from kernelbook.moe_lora.lora import lora_gradients, thin_products
 from kernelbook.moe_lora.op import Routing, moe_lora, route, scatter2scatter
 from kernelbook.moe_lora.reference import (
     grouped_mm_moe_lora,
@@ -14,12 +13,10 @@ __all__ = [
     "Routing",
     "grouped_mm_moe_lora",
     "grouped_mm_rows",
-    "lora_gradients",
     "moe_lora",
     "moe_lora_reference",
     "route",
     "route_reference",
     "scatter2scatter",
     "scatter2scatter_reference",
-    "thin_products",
 ]

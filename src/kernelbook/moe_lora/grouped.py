@@ -16,7 +16,7 @@ from kernelbook.tensors import has_aligned_rows, precision, strided
 
 __all__ = [
     "SORTED", "GemmPlan", "Layout", "Lora", "ShrinkPlan", "Step", "combine", "combine_step", "factors", "factors_step",
-    "gemm", "gemm_plan", "recompute", "recompute_step", "shrink", "shrink_plan", "wgrad", "wgrad_step",
+    "gemm", "gemm_plan", "shrink", "shrink_plan", "tiled", "wgrad", "wgrad_step",
 ]  # fmt: skip
 
 
@@ -42,7 +42,7 @@ class Step:
         self.launch(self.grid, *args, *self.last)
 
 
-def _tiled(kernel: Any, tiles: kernels.Tiles, **constants: Any) -> Launch:
+def tiled(kernel: Any, tiles: kernels.Tiles, **constants: Any) -> Launch:
     return launcher(kernel, **constants, **tiles.kwargs, num_warps=tiles.warps, num_stages=tiles.stages)
 
 
@@ -55,7 +55,7 @@ def combine_step(
 ) -> Step:  # fmt: skip
     """Of rows (R, C) of pairs, ``grouped``: in expert order; weighted by gates; or their inner products with x; or both."""
     tiles = kernels.slots_tiles(slots, columns)
-    launch = _tiled(
+    launch = tiled(
         kernels._moe_lora_fwd_slots_kernel, tiles, SLOTS=slots, GROUPED=grouped, HAS_GATES=has_gates, WITH_OUT=with_out,
         WITH_DGATES=with_dgates, ACC=tl_accumulator(dtype),
     )  # fmt: skip
@@ -85,7 +85,6 @@ class ShrinkPlan:
     shape: tuple[int, int]  # of U
     split_k: int  # programs that share a sum
     combine: Step | None  # adds up their shares
-    scales_after: bool  # a kernel takes its scalars in float32
 
 
 def shrink_plan(routing: Routing, x: torch.Tensor, layout: Layout, a: torch.Tensor) -> ShrinkPlan:
@@ -93,7 +92,7 @@ def shrink_plan(routing: Routing, x: torch.Tensor, layout: Layout, a: torch.Tens
     padded = kernels.padded_rank(rank)
     tiles = kernels.shrink_tiles(rows, experts, k, padded, x.element_size(), runtime.properties(x.device))
     block_k, split = tiles.kwargs["BLOCK_K"], tiles.kwargs["SPLIT"]
-    launch = _tiled(
+    launch = tiled(
         kernels._moe_lora_fwd_shrink_kernel, tiles, X_GROUPED=layout.grouped, ACC=tl_accumulator(x.dtype),
         PRECISION=precision(x.dtype), EVEN_K=k % block_k == 0, r=rank, RANK=padded,
     )  # fmt: skip
@@ -102,7 +101,6 @@ def shrink_plan(routing: Routing, x: torch.Tensor, layout: Layout, a: torch.Tens
         step=Step(launch, (num_m, padded // tiles.kwargs["BLOCK_R"], split), (experts, k, layout.slots)),
         tiles_at=tiles_at, copies_a=_needs_copy(a), shape=(rows, padded), split_k=split,
         combine=combine_step(rows * split, split, padded, accumulator(x.dtype)) if split > 1 else None,
-        scales_after=x.dtype == torch.float64,
     )  # fmt: skip
 
 
@@ -118,12 +116,13 @@ def shrink(
     a = a.contiguous() if plan.copies_a else a
     rows, padded = plan.shape
     shares = u if plan.combine is None else empty((rows * plan.split_k, padded), accumulator(x.dtype), x)
-    of_e, of_r, of_k = a.stride()
-    now = 1.0 if plan.scales_after else scaling
-    plan.step(routing.lists, plan.tiles_at, x, *x.stride(), a, of_e, of_k, of_r, shares, now)
+    stride_e, stride_r, stride_k = a.stride()
+    exact = x.dtype == torch.float64  # then scaled behind the kernel, which takes its scalars in float32
+    factor = 1.0 if exact else scaling
+    plan.step(routing.lists, plan.tiles_at, x, *x.stride(), a, stride_e, stride_k, stride_r, shares, factor)
     if plan.combine is not None:
         combine(plan.combine, shares, u)
-    if plan.scales_after:
+    if exact:
         u.mul_(scaling)
 
 
@@ -143,7 +142,8 @@ class Lora(NamedTuple):
 class _RowsKernel:
     """The kernel of this room."""
 
-    step: Step
+    launch: Launch
+    grid: tuple[int]
     x_block: Block | None  # of a tensor descriptor; None: by pointers
     w_block: Block | None
     w_by_row: bool
@@ -174,7 +174,8 @@ def gemm_plan(
     if isinstance(w, Matrices) and strategy != "fused" and w.packed.data_ptr() % 16 == 0:
         found = products.plan(
             rows, (experts, k, n) if w.transposed else (experts, n, k), w.transposed, x.dtype, w.block_size,
-            w.nested[0] is not None, rank, has_bias, layout.grouped, y_grouped, True, properties,
+            w.nested[0] is not None, rank=rank, has_bias=has_bias, x_grouped=layout.grouped, y_grouped=y_grouped,
+            routed=True, properties=properties,
         )  # fmt: skip
     kernel: _RowsKernel | products.Plan
     if found is not None:
@@ -236,7 +237,7 @@ def _rows_kernel(
     block_k, block_n = tiles.kwargs["BLOCK_K"], tiles.kwargs["BLOCK_N"]
     # Four warps side by side make 32 columns, and a narrower product of few rows would be computed more than once.
     block_r = max(32 if tiles.height < 64 else 16, padded) if lora == "fused" else max(16, min(padded, 32))
-    launch = _tiled(
+    launch = tiled(
         kernels._moe_lora_fwd_rows_kernel, tiles, **packed, NESTED_BLOCK=NESTED_BLOCK,
         X_GROUPED=layout.grouped, Y_GROUPED=y_grouped, W_BY_ROW=by_row, LORA=lora, HAS_BIAS=has_bias,
         ACC=tl_accumulator(dtype), PRECISION=precision(dtype), EVEN_K=k % block_k == 0, r=rank, RANK=padded,
@@ -244,7 +245,7 @@ def _rows_kernel(
     )  # fmt: skip
     _, num_m = tiles_of_height(rows, experts, tiles.height)
     return _RowsKernel(
-        step=Step(launch, (num_m * cdiv(n, block_n),), (experts, k, n, layout.slots, num_m)),
+        launch=launch, grid=(num_m * cdiv(n, block_n),),
         x_block=block(tiles.height, block_k) if access == "boxes" and layout.grouped else None,
         w_block=block(1, *((block_k, block_n) if by_row else (block_n, block_k))) if access == "boxes" else None,
         w_by_row=by_row, in_words=access == "packed",
@@ -271,42 +272,43 @@ def gemm(
         if plan.shrink is not None:
             u = empty(plan.shrink.shape, x.dtype, x) if u is None else u
             shrink(plan.shrink, routing, x, a, u, scaling)
-    kernel = plan.kernel
+    kernel, (experts, k, n) = plan.kernel, w.shape
     if not isinstance(kernel, _RowsKernel):
         assert isinstance(w, Matrices)
-        products.launch(kernel, routing.lists, plan.tiles_at, plan.num_m, None, x, w, b, u, bias, y, plan.slots)
+        products.multiply(kernel, routing.lists, plan.tiles_at, plan.num_m, x, w, b, u, bias, y, plan.slots)
         return
+    strides: tuple[int, ...] = (0, 0, 0)
+    scales: tuple[torch.Tensor | None, ...] = (None,) * 5
+    w_descriptor = None
     if isinstance(w, Matrices):
-        of_w: tuple[Any, ...] = (w.packed.view(torch.int32) if kernel.in_words else w.packed, 0, 0, 0, None, *w.scales)
+        elements, scales = w.packed.view(torch.int32) if kernel.in_words else w.packed, w.scales
     else:
-        read = w if kernel.w_by_row else w.transpose(1, 2)
-        descriptor = None if kernel.w_block is None else Descriptor(read, kernel.w_block)
-        of_w = (w, *w.stride(), descriptor, None, None, None, None, None)
-    of_x = (x, *x.stride(), None if kernel.x_block is None else Descriptor(x, kernel.x_block))
-    of_lora = (*strided(a, 3), *strided(b, 3), u)
-    kernel.step(routing.lists, plan.tiles_at, *of_x, *of_w, *of_lora, *strided(bias, 2), y, scaling)
+        elements, strides = w, w.stride()
+        if kernel.w_block is not None:
+            w_descriptor = Descriptor(w if kernel.w_by_row else w.transpose(1, 2), kernel.w_block)
+    x_descriptor = None if kernel.x_block is None else Descriptor(x, kernel.x_block)
+    absmax, nested_absmax, nested_code, nested_offset, code = scales
+    kernel.launch(
+        kernel.grid,
+        routing.lists, plan.tiles_at, x, *x.stride(), x_descriptor, elements, *strides, w_descriptor,
+        absmax, nested_absmax, nested_code, nested_offset, code, *strided(a, 3), *strided(b, 3), u, *strided(bias, 2), y,
+        scaling, experts, k, n, plan.slots, plan.num_m,
+    )  # fmt: skip
 
 
 # --- grouped wgrad --------------------------------------------------------------------------------------------------
 
 
 def wgrad_step(
-    routing: Routing,
-    left: Layout,
-    right: Layout,
-    like: torch.Tensor,
-    p: int,
-    q: int,
-    has_gates: bool,
-    *,
+    routing: Routing, left: Layout, right: Layout, like: torch.Tensor, p: int, q: int, has_gates: bool, *,
     exact: bool = False,
-) -> Step | None:
+) -> Step | None:  # fmt: skip
     """For a result (E, P, Q) from rows like ``like``. ``exact``: float32 as it is, never tf32."""
     if p * q == 0:
         return None
     experts, dtype = routing.num_experts, like.dtype
     tiles = kernels.wgrad_tiles(routing.rows, experts, p, dtype.itemsize, runtime.properties(like.device))
-    launch = _tiled(
+    launch = tiled(
         kernels._moe_lora_bwd_wgrad_kernel, tiles, ACC=tl_accumulator(dtype),
         PRECISION="ieee" if exact else precision(dtype), P=p,
         L_GROUPED=left.grouped, Z_GROUPED=right.grouped, HAS_GATES=has_gates,
@@ -330,7 +332,7 @@ def factors_step(
     """For dA (E, r, K) and dB (E, N, r) in one launch."""
     experts, k = routing.num_experts, x.shape[1]
     tiles = kernels.wgrad_tiles(routing.rows, experts, rank, x.element_size(), runtime.properties(x.device))
-    launch = _tiled(
+    launch = tiled(
         kernels._moe_lora_bwd_factors_kernel, tiles, ACC=tl_accumulator(x.dtype), PRECISION=precision(x.dtype), P=rank,
         X_GROUPED=x_layout.grouped, DY_GROUPED=dy_layout.grouped, HAS_GATES=has_gates,
     )  # fmt: skip
@@ -346,23 +348,3 @@ def factors(
     """Fills da and db, contiguous, from D and U (R, padded rank) in expert order."""
     gates = None if gates is None else gates.contiguous()
     step(routing.lists, 2 * routing.rows, d, u, d.stride(0), x, *x.stride(), dy, *dy.stride(), gates, da, db)
-
-
-def recompute_step(left: Layout, factor: torch.Tensor, right: Layout, q: int) -> Step:
-    """For dA or dB without U and D."""
-    experts, c, rank = factor.shape
-    tiles = kernels.recompute_tiles(rank, factor.element_size(), runtime.properties(factor.device))
-    launch = _tiled(
-        kernels._moe_lora_bwd_recompute_kernel, tiles, L_GROUPED=left.grouped, Z_GROUPED=right.grouped,
-        ACC=tl_accumulator(factor.dtype), PRECISION=precision(factor.dtype), r=rank, RANK=kernels.padded_rank(rank),
-    )  # fmt: skip
-    return Step(launch, (experts, cdiv(q, tiles.kwargs["BLOCK_Q"])), (c, q, left.slots, right.slots))
-
-
-def recompute(
-    step: Step, routing: Routing, left: torch.Tensor, factor: torch.Tensor, right: torch.Tensor, scaling: float,
-    out: torch.Tensor,
-) -> None:  # fmt: skip
-    """Fills out (E, r, Q), of any strides: scaling (left factor[e])^T right over an expert's rows."""
-    of_factor = (factor, *factor.stride(), right, *right.stride())
-    step(routing.lists, 2 * routing.rows, left, *left.stride(), *of_factor, out, *out.stride(), scaling)

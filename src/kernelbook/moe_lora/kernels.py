@@ -10,7 +10,6 @@ last tile. Rows are read through ``order`` and written through it ("scatter to s
     rows     Y = X W[e] + U B[e]^T + bias[e] (grouped GEMM), a tile (BLOCK_M, BLOCK_N) a program; also dX = dY W[e]^T + D A[e]
     shrink   U = scaling X A[e]^T and D = scaling dY B[e], (R, RANK) in sorted order
     wgrad    sums over the rows of an expert: dA[e] = D^T X, dB[e] = dY^T U, dW[e] = X^T dY, dbias[e] = 1^T dY
-    recompute  dA and dB without U and D in memory, which every program computes anew; the slower way, to compare
     slots    the weighted sum over a token's slots (top_k), and the gradient of the weights (combine)
 
 ``rows`` adds the low-rank product in one of two ways. Split: U comes from ``shrink``, and U B[e]^T is what the loop over K
@@ -536,60 +535,6 @@ def _moe_lora_bwd_factors_kernel(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["offsets_at", "l_top_k", "z_top_k"])
-def _moe_lora_bwd_recompute_kernel(
-    routing_ptr, offsets_at,  # order (R,); there (E + 1,) offsets
-    l_ptr, stride_lm, stride_lc,  # (R / l_top_k, C) left; (R, C) if L_GROUPED
-    f_ptr, stride_fe, stride_fc, stride_fr,  # (E, C, r)
-    z_ptr, stride_zm, stride_zq,  # (R / z_top_k, Q) right; (R, Q) if Z_GROUPED
-    out_ptr, stride_oe, stride_or, stride_oq,  # (E, r, Q)
-    scaling, C, Q, l_top_k, z_top_k,
-    L_GROUPED: tl.constexpr, Z_GROUPED: tl.constexpr,
-    ACC: tl.constexpr, PRECISION: tl.constexpr,
-    r: tl.constexpr, RANK: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
-    """(L F[e])^T Z; every program of an expert computes L F anew."""
-    expert = tl.program_id(0).to(tl.int64)
-    offs_q = tl.program_id(1) * BLOCK_Q + tl.arange(0, BLOCK_Q)
-    offs_r = tl.arange(0, RANK)
-    offs_c = tl.arange(0, BLOCK_C)
-    mask_r, mask_q = offs_r < r, offs_q < Q
-    low = tl.load(routing_ptr + offsets_at + expert)
-    high = tl.load(routing_ptr + offsets_at + expert + 1)
-    acc = tl.zeros((BLOCK_Q, RANK), ACC)
-    for start in range(low, high, BLOCK_M):
-        positions = start + tl.arange(0, BLOCK_M)
-        mask_m = positions < high
-        pairs = tl.load(routing_ptr + positions, mask=mask_m, other=0)
-        l_rows = (positions if L_GROUPED else pairs // l_top_k).to(tl.int64)
-        z_rows = (positions if Z_GROUPED else pairs // z_top_k).to(tl.int64)
-        shrunk = tl.zeros((BLOCK_M, RANK), ACC)
-        for c in range(0, C, BLOCK_C):
-            mask_c = c + offs_c < C
-            columns = (c + offs_c).to(tl.int64)
-            l_ptrs = l_ptr + l_rows[:, None] * stride_lm
-            l_ptrs += columns[None, :] * stride_lc
-            f_ptrs = f_ptr + expert * stride_fe + columns[:, None] * stride_fc
-            f_ptrs += offs_r.to(tl.int64)[None, :] * stride_fr
-            mask_l = mask_m[:, None] & mask_c[None, :]  # (BLOCK_M, BLOCK_C)
-            mask_f = mask_c[:, None] & mask_r[None, :]  # (BLOCK_C, RANK)
-            left = tl.load(l_ptrs, mask=mask_l, other=0.0)
-            factor = tl.load(f_ptrs, mask=mask_f, other=0.0)
-            shrunk = _dot(left, factor, shrunk, ACC, PRECISION)
-        shrunk = (shrunk * scaling).to(out_ptr.dtype.element_ty)
-        z_ptrs = z_ptr + z_rows[:, None] * stride_zm
-        z_ptrs += offs_q.to(tl.int64)[None, :] * stride_zq
-        mask_z = mask_m[:, None] & mask_q[None, :]  # (BLOCK_M, BLOCK_Q)
-        right = tl.load(z_ptrs, mask=mask_z, other=0.0)
-        acc = _dot(tl.trans(right), shrunk, acc, ACC, PRECISION)
-    out_ptrs = out_ptr + expert * stride_oe
-    out_ptrs += offs_r.to(tl.int64)[None, :] * stride_or
-    out_ptrs += offs_q.to(tl.int64)[:, None] * stride_oq
-    mask = mask_q[:, None] & mask_r[None, :]
-    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
-
-
 # --- sums over the slots of a token ---------------------------------------------------------------------------------
 
 
@@ -826,13 +771,6 @@ def wgrad_tiles(rows: int, experts: int, columns: int, itemsize: int, properties
         return tiles(8, 3 if properties.prefers_tma else 2, BLOCK_P=128, BLOCK_Q=128, BLOCK_M=32)
     block_m = 128 if _mean_rows(rows, experts) > 256 else 32
     return tiles(4, 2, BLOCK_P=min(64, padded_rank(columns)), BLOCK_Q=128, BLOCK_M=block_m)
-
-
-def recompute_tiles(rank: int, itemsize: int, properties: runtime.DeviceProperties) -> Tiles:
-    """The tiles of sums over rows that compute their left operand themselves."""
-    if itemsize > 2 or not properties.has_tensor_cores:
-        return tiles(4, 2, BLOCK_Q=32, BLOCK_M=16, BLOCK_C=32)
-    return tiles(4, 3, BLOCK_Q=128, BLOCK_M=64, BLOCK_C=64)
 
 
 @functools.lru_cache(maxsize=4096)

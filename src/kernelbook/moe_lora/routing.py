@@ -5,12 +5,11 @@ from typing import NamedTuple
 
 import torch
 
-from kernelbook import arguments, runtime  # before Triton, which it sets up
-from kernelbook.launch import Launch, cdiv, launcher, operator
+from kernelbook import arguments  # before Triton, which it sets up
+from kernelbook.launch import Launch, cdiv, launcher
 from kernelbook.memory import empty
 from kernelbook.moe_lora import kernels
-from kernelbook.observed import form, observed
-from kernelbook.plans import KeptPlans
+from kernelbook.operators import Op
 
 __all__ = ["Routing", "route", "tiles_of_height"]
 
@@ -79,10 +78,7 @@ def route(expert_ids: torch.Tensor, num_experts: int) -> Routing:
     """
     if type(num_experts) is not int:
         num_experts = arguments.integer("route", "num_experts", num_experts)
-    if observed(expert_ids):
-        _check(expert_ids, num_experts)
-        return Routing(expert_ids, _route(expert_ids, num_experts), num_experts)
-    return Routing(expert_ids, _sorted(expert_ids, num_experts), num_experts)
+    return Routing(expert_ids, _route(expert_ids, num_experts), num_experts)
 
 
 def _check(expert_ids: torch.Tensor, num_experts: int) -> None:
@@ -94,34 +90,20 @@ def _check(expert_ids: torch.Tensor, num_experts: int) -> None:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class _Plan:
-    """What is decided for a kind of sort."""
-
-    length: int  # of the lists
-    checks_ids: bool
-    launch_count: Launch | None  # where several programs share the pairs; None also where there is none
-    launch_place: Launch | None  # None: there is no pair
+    rows: int
+    launch_count: Launch | None  # where several programs share the pairs
+    launch_place: Launch
     programs: int
     per_program: int
     counts_shape: tuple[int, int]
 
 
-_plans = KeptPlans[_Plan]()
-
-
-def _plan(expert_ids: torch.Tensor, experts: int) -> _Plan:
-    debug = runtime.debug_enabled()
-    key = (form(expert_ids), experts, debug, runtime.plan_mode())
-    plan = _plans.get(key)
-    if plan is None:
-        _check(expert_ids, experts)
-        plan = _new_plan(expert_ids.numel(), experts, checks_ids=debug or not expert_ids.is_cuda)
-        _plans.keep(key, plan)
-    return plan
-
-
-def _new_plan(rows: int, experts: int, *, checks_ids: bool) -> _Plan:
+def _plan(expert_ids: torch.Tensor, experts: int) -> _Plan | None:
+    rows = expert_ids.numel()
     if rows >= MAX_ROWS:
         raise ValueError(f"route: expert_ids must have fewer than 2^30 entries, got {rows}")
+    if rows == 0:
+        return None
     programs, block_e, block_p = kernels.route_blocks(rows, experts)
     block, warps = kernels.ROUTE_BLOCK, kernels.ROUTE_WARPS
     count = launcher(kernels._route_fwd_count_kernel, BLOCK=block, BLOCK_E=block_e, num_warps=warps)
@@ -129,29 +111,18 @@ def _new_plan(rows: int, experts: int, *, checks_ids: bool) -> _Plan:
         kernels._route_fwd_place_kernel, COUNTED=programs > 1, HEIGHTS=kernels.HEIGHTS, BLOCK=block, BLOCK_E=block_e,
         BLOCK_P=block_p, num_warps=warps,
     )  # fmt: skip
-    return _Plan(
-        length=_length(rows, experts), checks_ids=checks_ids, launch_count=count if programs > 1 else None,
-        launch_place=place if rows else None, programs=programs,
-        per_program=cdiv(cdiv(rows, programs), block) * block, counts_shape=(programs, block_e),
-    )  # fmt: skip
+    per_program = cdiv(cdiv(rows, programs), block) * block
+    return _Plan(rows, count if programs > 1 else None, place, programs, per_program, (programs, block_e))
 
 
-def _sorted(expert_ids: torch.Tensor, experts: int) -> torch.Tensor:
-    """-> the lists of a :class:`Routing`."""
-    plan = _plan(expert_ids, experts)
-    if plan.checks_ids:
-        arguments.check_index_values("route", "expert_ids", expert_ids, experts + 1)
-    lists = empty((plan.length,), torch.int32, expert_ids)
-    if plan.launch_place is None:
-        return lists.zero_()
-    tokens, slots = expert_ids.shape
-    sizes = (tokens * slots, slots, experts, plan.per_program)
-    counts = None
+def _run(plan: _Plan, outputs: tuple[torch.Tensor], expert_ids: torch.Tensor, experts: int) -> None:
+    [lists], counts = outputs, None
+    arguments.check_index_values("route", "expert_ids", expert_ids, experts + 1)
+    sizes = (plan.rows, expert_ids.shape[1], experts, plan.per_program)
     if plan.launch_count is not None:
         counts = empty(plan.counts_shape, torch.int32, expert_ids)
         plan.launch_count((plan.programs,), expert_ids, *expert_ids.stride(), counts, *sizes)
     plan.launch_place((plan.programs,), expert_ids, *expert_ids.stride(), counts, lists, *sizes)
-    return lists
 
 
 def _capacity(rows: int, experts: int, height: int) -> int:
@@ -170,8 +141,10 @@ def _length(rows: int, experts: int) -> int:
     return 2 * rows + experts + 1 + 3 * sum(_capacity(rows, experts, height) for height in kernels.HEIGHTS)
 
 
-_route = operator(
-    "route(Tensor expert_ids, SymInt experts) -> Tensor",
-    outputs=lambda expert_ids, experts: empty((_length(expert_ids.numel(), experts),), torch.int32, expert_ids),
-    run=_sorted,
+_route = Op(
+    "route(Tensor expert_ids, SymInt experts) -> Tensor lists",
+    check=_check,
+    outputs=lambda expert_ids, experts: (empty((_length(expert_ids.numel(), experts),), torch.int32, expert_ids),),
+    plan=_plan,
+    run=_run,
 )

@@ -302,7 +302,8 @@ def _nf4_quantize_fwd_kernel(
 
 
 MAX_MATMUL_M = 8  # tokens up to which W is not written to memory
-MAX_PACKED_M = products.SOME_ROWS  # tokens up to which kernels for tensor cores decode W where there are such kernels
+# Tokens up to which kernels for tensor cores decode W where there are such kernels.
+MAX_PACKED_M = products.SPLIT_K_ROWS
 # Rows of W a multiprocessor from which tiles decoded beside tensor cores are enough: they don't split K.
 PACKED_ROWS = 32
 # Of W, from which filling the table of pairs is worth it: in the gemv, and for more rows.

@@ -12,7 +12,16 @@ from kernelbook.memory import counters, empty
 from kernelbook.packed import NESTED_BLOCK
 from kernelbook.tensors import strided
 
-__all__ = ["GEMV_ROWS", "HEIGHTS", "SOME_ROWS", "Matrices", "Plan", "decodes_on_the_way", "launch", "plan", "strided"]
+try:  # Gluon is experimental: where Triton has changed it, the plain kernels do the work
+    from kernelbook.packed import kernels_hopper, kernels_nvidia
+
+    HAS_GLUON = gluon_names.USABLE
+except (ImportError, AttributeError):
+    HAS_GLUON = False
+
+__all__ = [
+    "GEMV_ROWS", "HEIGHTS", "SPLIT_K_ROWS", "Matrices", "Plan", "decodes_on_the_way", "multiply", "multiply_one", "plan",
+]  # fmt: skip
 
 
 class Matrices(NamedTuple):
@@ -41,10 +50,10 @@ class Plan:
     """What is decided for a kind of product."""
 
     launch: Launch
-    kind: str  # of kernel: "gemm", "small_m" for few rows a matrix, "gemv" and "some" for those of a single matrix
+    kind: str  # of kernel: "gemm", "skinny" for few rows a matrix, "gemv" and "split_k" for those of a single matrix
     height: int  # rows of its tiles
     across: int  # programs beside each other
-    parts: int = 1  # of a small_m's tile, one below the other; of K in a some; of a gemv: groups of rows in a program
+    parts: int = 1  # of a skinny tile, one below the other; of K in a split_k; of a gemv: groups of rows in a program
 
 
 HEIGHTS = (16, 32, 128, 256)  # of the tiles that a routing has to list
@@ -54,8 +63,8 @@ HEIGHTS = (16, 32, 128, 256)  # of the tiles that a routing has to list
 # and in a gemv before they are used.
 #
 # With so many rows a matrix and without a low-rank product each warp keeps what it decodes in registers.
-SMALL_M_ROWS = 6.0
-SMALL_M = {"BLOCK_M": 8, "ROWS": 32, "GROUPS": 1, "WARPS": 4}
+SKINNY_ROWS = 6.0
+SKINNY = {"BLOCK_M": 8, "ROWS": 32, "GROUPS": 1, "WARPS": 4}
 # A single matrix and up to so many rows: one program of sixteen warps a multiprocessor, each warp with 16 rows of W.
 GEMV_ROWS = 8
 GEMV_MORE_ROWS, GEMV_MORE_ELEMENTS = 16, 2**25  # of a larger matrix up to so many: measured on an H100
@@ -67,16 +76,16 @@ GEMV_STEPS = {
 }  # by rows of x
 # Then up to so many: two programs of four warps a multiprocessor, with parts of K where W has few rows. Measured on an H100
 # (14336 x 4096, 4096 x 14336, 4096 x 4096).
-SOME_ROWS = 64
+SPLIT_K_ROWS = 64
 # All of these rows fill a tile of the next kernel, which is faster where W has so many rows a multiprocessor.
 FULL_TILES = 32
-SOME_WARPS = 4  # with 16 rows of W each
-SOME_STEPS = {
+SPLIT_K_WARPS = 4  # with 16 rows of W each
+SPLIT_K_STEPS = {
     16: {"BLOCKS": 4, "STAGES": 3},
     32: {"BLOCKS": 4, "STAGES": 3},
     64: {"BLOCKS": 2, "STAGES": 4},
 }  # by rows of x
-SOME_K = 512  # of a part, at least
+SPLIT_K_LEAST = 512  # of a part, at least
 # Otherwise tiles are decoded beside the tensor cores, up to so many rows a matrix in these tiles. HALVES is how many times a
 # tile may be halved where that is enough.
 GEMM = (
@@ -96,7 +105,7 @@ DENSE_ROWS = {True: 512, False: 128}  # on Hopper, and by the plain kernels else
 
 
 def _is_hopper(properties: runtime.DeviceProperties) -> bool:
-    return properties.is_hopper and gluon_names.USABLE
+    return properties.is_hopper and HAS_GLUON
 
 
 def decodes_on_the_way(rows: int, experts: int, properties: runtime.DeviceProperties | None = None) -> bool:
@@ -125,17 +134,17 @@ def gemv_split(n: int, sms: int) -> tuple[int, int]:
     return parts, cdiv(tiles, rounds * sms)
 
 
-def some_split(n: int, k: int, sms: int) -> int:
+def split_of_k(n: int, k: int, sms: int) -> int:
     """-> the parts of K, a power of two: as many as leave two programs a multiprocessor."""
-    tiles, parts = cdiv(n, 16 * SOME_WARPS), 1
-    while 2 * parts * tiles <= 2 * sms and 2 * parts * SOME_K <= k:
+    tiles, parts = cdiv(n, 16 * SPLIT_K_WARPS), 1
+    while 2 * parts * tiles <= 2 * sms and 2 * parts * SPLIT_K_LEAST <= k:
         parts *= 2
     return parts
 
 
 @functools.lru_cache(maxsize=4096)
 def plan(
-    rows: int, shape: tuple[int, int, int], by_row: bool, dtype: torch.dtype, block_size: int, nested: bool,
+    rows: int, shape: tuple[int, int, int], by_row: bool, dtype: torch.dtype, block_size: int, nested: bool, *,
     rank: int, has_bias: bool, x_grouped: bool, y_grouped: bool, routed: bool, properties: runtime.DeviceProperties,
 ) -> Plan | None:  # fmt: skip
     """``None`` where no kernel here takes the problem: on GPUs other than Hopper, in float32, at odd sizes.
@@ -154,50 +163,38 @@ def plan(
     if k % 64 or width % 8 or length % 16:
         return None
     mean = rows / min(experts, rows) if routed else rows
-    common: dict[str, Any] = {
-        "X_GROUPED": x_grouped, "Y_GROUPED": y_grouped, "HAS_BIAS": has_bias, "BLOCK_SIZE": block_size,
-        "SCALE": "nested" if nested else "float32", "NESTED_BLOCK": NESTED_BLOCK,
+    packing: dict[str, Any] = {
+        "BLOCK_SIZE": block_size, "SCALE": "nested" if nested else "float32", "NESTED_BLOCK": NESTED_BLOCK,
     }  # fmt: skip
-    some_rows = not properties.same_bits  # kernels for few may be taken
-    single = some_rows and not routed and block_size >= 64 and not (by_row or rank or has_bias)
+    tailored = not properties.same_bits  # to the number of rows
+    single = tailored and not routed and block_size >= 64 and not (by_row or rank or has_bias)
     if single and rows <= (GEMV_MORE_ROWS if n * k >= GEMV_MORE_ELEMENTS else GEMV_ROWS):
-        from kernelbook.packed import kernels_nvidia
-
         tokens = max(4, 1 << (rows - 1).bit_length())
         parts, groups = gemv_split(n, properties.num_sms)
         step = (128 if tokens == 4 else 64) * GEMV_STEPS[tokens]["CHUNKS"]
         gemv = launcher(
             kernels_nvidia._one_matrix_kernel,
-            EVEN=k % (step * parts) == 0, BLOCK_SIZE=block_size, SCALE=common["SCALE"], NESTED_BLOCK=NESTED_BLOCK,
-            BLOCK_M=tokens, SPLIT_K=parts, **GEMV, **GEMV_STEPS[tokens],
+            EVEN=k % (step * parts) == 0, **packing, BLOCK_M=tokens, SPLIT_K=parts, **GEMV, **GEMV_STEPS[tokens],
             num_warps=GEMV["WARPS"], maxnreg=properties.registers_per_sm // (32 * GEMV["WARPS"]),
         )  # fmt: skip
         return Plan(gemv, "gemv", tokens, cdiv(n, groups * GEMV["ROWS"]), groups)
-    if single and rows <= SOME_ROWS:
-        parts = some_split(n, k, properties.num_sms)
-        if rows < SOME_ROWS or n < FULL_TILES * properties.num_sms:
-            from kernelbook.packed import kernels_hopper
-
-            tokens = max(16, 1 << (rows - 1).bit_length())
-            some = launcher(
-                kernels_hopper._some_rows_kernel,
-                BLOCK_SIZE=block_size, SCALE=common["SCALE"], NESTED_BLOCK=NESTED_BLOCK,
-                BLOCK_M=tokens, SPLIT_K=parts, WARPS=SOME_WARPS, **SOME_STEPS[tokens],
-                num_warps=SOME_WARPS,
-            )  # fmt: skip
-            return Plan(some, "some", tokens, cdiv(n, 16 * SOME_WARPS), parts)
-    if some_rows and mean <= (SMALL_M_ROWS if routed else SMALL_M["BLOCK_M"]) and not by_row and not rank:
-        from kernelbook.packed import kernels_nvidia
-
-        step = (64 if block_size != 32 else 32) * SMALL_M["GROUPS"] * SMALL_M["WARPS"]
-        even = k % step == 0 and n % SMALL_M["ROWS"] == 0
-        parts = HEIGHTS[0] // SMALL_M["BLOCK_M"] if routed else 1
-        small_m = launcher(
-            kernels_nvidia._few_rows_kernel, **common, **SMALL_M, EVEN=even, PARTS=parts, num_warps=SMALL_M["WARPS"]
-        )
-        return Plan(small_m, "small_m", parts * SMALL_M["BLOCK_M"], cdiv(n, SMALL_M["ROWS"]), parts)
-    from kernelbook.packed import kernels_hopper
-
+    if single and (rows < SPLIT_K_ROWS or (rows == SPLIT_K_ROWS and n < FULL_TILES * properties.num_sms)):
+        tokens, parts = max(16, 1 << (rows - 1).bit_length()), split_of_k(n, k, properties.num_sms)
+        split_k = launcher(
+            kernels_hopper._some_rows_kernel,
+            **packing, BLOCK_M=tokens, SPLIT_K=parts, WARPS=SPLIT_K_WARPS, **SPLIT_K_STEPS[tokens],
+            num_warps=SPLIT_K_WARPS,
+        )  # fmt: skip
+        return Plan(split_k, "split_k", tokens, cdiv(n, 16 * SPLIT_K_WARPS), parts)
+    if tailored and mean <= (SKINNY_ROWS if routed else SKINNY["BLOCK_M"]) and not by_row and not rank:
+        step = (64 if block_size != 32 else 32) * SKINNY["GROUPS"] * SKINNY["WARPS"]
+        parts = HEIGHTS[0] // SKINNY["BLOCK_M"] if routed else 1
+        skinny = launcher(
+            kernels_nvidia._few_rows_kernel,
+            X_GROUPED=x_grouped, Y_GROUPED=y_grouped, EVEN=k % step == 0 and n % SKINNY["ROWS"] == 0,
+            HAS_BIAS=has_bias, **packing, **SKINNY, PARTS=parts, num_warps=SKINNY["WARPS"],
+        )  # fmt: skip
+        return Plan(skinny, "skinny", parts * SKINNY["BLOCK_M"], cdiv(n, SKINNY["ROWS"]), parts)
     if properties.same_bits:
         tiles: dict[str, int] = GEMM_OF_ALL
     elif routed:
@@ -209,41 +206,71 @@ def plan(
         tiles = GEMM_OF_ONE | {"BLOCK_M": height, "BLOCK_K": 128 if height < 64 else 64}
     padded = max(16, 1 << (rank - 1).bit_length()) if rank else 0
     gemm = launcher(
-        kernels_hopper._many_rows_kernel, **common, **tiles, BY_ROW=by_row, r=rank, RANK=padded, GROUP=8,
-        num_warps=tiles["WARPS"],
+        kernels_hopper._many_rows_kernel,
+        X_GROUPED=x_grouped, Y_GROUPED=y_grouped, BY_ROW=by_row, r=rank, RANK=padded, HAS_BIAS=has_bias, **packing,
+        **tiles, GROUP=8, num_warps=tiles["WARPS"],
     )  # fmt: skip
     return Plan(gemm, "gemm", tiles["BLOCK_M"], cdiv(width, tiles["BLOCK_N"]))
 
 
-def launch(
-    plan: Plan, lists: torch.Tensor | None, tiles_at: int, num_m: int, expert: torch.Tensor | int | None,
-    x: torch.Tensor, w: Matrices, b: torch.Tensor | None, u: torch.Tensor | None, bias: torch.Tensor | None,
-    y: torch.Tensor, slots: int,
-) -> None:  # fmt: skip
-    """Fills y from x (rows aligned) and W: by a routing's lists, whose tiles begin at ``tiles_at``, or by one matrix."""
-    if x.stride(0) % 16:  # that rows can be copied 16 bytes at a time is known from a multiple of 16 alone
-        x = x.clone(memory_format=torch.contiguous_format)
-    experts, *sizes = w.shape
-    n, k = sizes if w.transposed else sizes[::-1]
-    which = (expert, 0) if isinstance(expert, torch.Tensor) else (None, expert or 0)
-    matrices = (x, x.stride(0), w.packed.view(torch.int32), *w.scales)
-    if plan.kind == "gemv":
-        plan.launch((plan.across,), *which, *matrices, y, experts, x.shape[0], n, k, plan.parts)
+def multiply_one(plan: Plan, x: torch.Tensor, w: Matrices, expert: torch.Tensor | int, y: torch.Tensor) -> None:
+    """Fills y (M, N) with the product of x (M, K), rows aligned, and one matrix (K, N), by its number or a tensor of it."""
+    if plan.kind in ("gemm", "skinny"):
+        multiply(plan, None, 0, cdiv(x.shape[0], plan.height), x, w, None, None, None, y, 1, expert)
         return
-    if plan.kind == "some":
-        sums, tickets = None, None
-        if plan.parts > 1:
-            sums = empty((plan.across, plan.parts, 16 * SOME_WARPS, plan.height), torch.float32, x)
-            tickets = counters(plan.across, x.device)
-        pairs = x.view(torch.int32)
+    x = _in_pieces_of_16_bytes(x)
+    (experts, k, n), words, m = w.shape, w.packed.view(torch.int32), x.shape[0]
+    absmax, nested_absmax, nested_code, nested_offset, code = w.scales
+    expert_ptr, number = (expert, 0) if isinstance(expert, torch.Tensor) else (None, expert)
+    if plan.kind == "gemv":
         plan.launch(
-            (plan.across, plan.parts), *which, pairs, pairs.stride(0), *matrices[2:], y, sums, tickets,
-            experts, x.shape[0], n, k,
+            (plan.across,),
+            expert_ptr, number, x, x.stride(0), words, absmax, nested_absmax, nested_code, nested_offset, code, y,
+            experts, m, n, k, plan.parts,
         )  # fmt: skip
         return
-    before = (lists, tiles_at, *which, *matrices)
-    last = (*strided(bias, 2), y, experts, x.shape[0], n, k, slots)
-    if plan.kind == "small_m":
-        plan.launch((plan.across, num_m * plan.parts), *before, *last)
+    sums, tickets, pairs = None, None, x.view(torch.int32)
+    if plan.parts > 1:
+        sums = empty((plan.across, plan.parts, 16 * SPLIT_K_WARPS, plan.height), torch.float32, x)
+        tickets = counters(plan.across, x.device)
+    plan.launch(
+        (plan.across, plan.parts),
+        expert_ptr, number, pairs, pairs.stride(0), words, absmax, nested_absmax, nested_code, nested_offset, code, y,
+        sums, tickets, experts, m, n, k,
+    )  # fmt: skip
+
+
+def multiply(
+    plan: Plan, lists: torch.Tensor | None, tiles_at: int, num_m: int, x: torch.Tensor, w: Matrices,
+    b: torch.Tensor | None, u: torch.Tensor | None, bias: torch.Tensor | None, y: torch.Tensor, slots: int,
+    expert: torch.Tensor | int = 0,
+) -> None:  # fmt: skip
+    """Fills y from x (rows aligned) and W, by a "gemm" or a "skinny".
+
+    A routing's lists, with ``num_m`` tiles from ``tiles_at`` on, say which rows go to which matrix; without lists all go to one.
+    """
+    x = _in_pieces_of_16_bytes(x)
+    experts, *sizes = w.shape
+    n, k = sizes if w.transposed else sizes[::-1]  # as stored
+    words, m = w.packed.view(torch.int32), x.shape[0]
+    absmax, nested_absmax, nested_code, nested_offset, code = w.scales
+    expert_ptr, number = (expert, 0) if isinstance(expert, torch.Tensor) else (None, expert)
+    if plan.kind == "skinny":
+        plan.launch(
+            (plan.across, num_m * plan.parts),
+            lists, tiles_at, expert_ptr, number, x, x.stride(0),
+            words, absmax, nested_absmax, nested_code, nested_offset, code,
+            *strided(bias, 2), y, experts, m, n, k, slots,
+        )  # fmt: skip
     else:
-        plan.launch((num_m * plan.across,), *before, *strided(b, 3), u, *last, num_m)
+        plan.launch(
+            (num_m * plan.across,),
+            lists, tiles_at, expert_ptr, number, x, x.stride(0),
+            words, absmax, nested_absmax, nested_code, nested_offset, code,
+            *strided(b, 3), u, *strided(bias, 2), y, experts, m, n, k, slots, num_m,
+        )  # fmt: skip
+
+
+def _in_pieces_of_16_bytes(x: torch.Tensor) -> torch.Tensor:
+    """x, or a copy: that rows can be copied 16 bytes at a time Triton knows from a stride in multiples of 16 alone."""
+    return x.clone(memory_format=torch.contiguous_format) if x.stride(0) % 16 else x

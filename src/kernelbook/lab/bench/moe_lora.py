@@ -13,7 +13,7 @@ from kernelbook import check, runtime
 from kernelbook.lab import baselines, record, timing
 from kernelbook.lab.bench import Bench
 from kernelbook.lab.models import MODELS as LATEST
-from kernelbook.moe_lora import lora, op
+from kernelbook.moe_lora import op
 from kernelbook.moe_lora.reference import (
     grouped_mm_rows,
     moe_lora_reference,
@@ -21,6 +21,7 @@ from kernelbook.moe_lora.reference import (
     scatter2scatter_reference,
 )
 from kernelbook.packed import NF4, NF4Tensor
+from kernelbook.study import moe_lora as study
 
 __all__ = [
     "BENCH",
@@ -184,17 +185,10 @@ def _dx(shape: Shape, dtype: torch.dtype) -> timing.Problem:
     needs = (True, False, False, False, False, False)
 
     def ours(strategy: str) -> Callable[[], Tensors]:
-        given = op.Given(
-            t.x, t.w, t.lora_a, t.lora_b, None, None, t.routing, 1.0, strategy, shape.grouped, grouped_out=False
+        call = op.call_of(
+            "moe_lora", t.x, t.w, t.routing, t.lora_a, t.lora_b, strategy=strategy, grouped_in=shape.grouped
         )
-
-        def call() -> Tensors:
-            with torch.no_grad():
-                dx = op._differentiate(t.dy, None, given, needs)[0]
-            assert dx is not None
-            return [dx]
-
-        return call
+        return lambda: [op.moe_lora_backward(t.dy, None, *call, needs)[0]]
 
     def grouped_mm() -> Tensors:
         rows, ends = t.dy[t.order], t.ends
@@ -222,11 +216,11 @@ def _factors(shape: Shape, dtype: torch.dtype) -> timing.Problem:
     """The gradients of A and B, U and D being there; ``recomputing`` makes do without them."""
     t = _Inputs.of(shape, dtype)
     given = (t.x, t.dy, t.lora_a, t.lora_b, t.routing)
-    saved = lora.thin_products(*given)
+    saved = study.shrink_products(*given)
 
     def grouped_mm() -> Tensors:
         ends = t.ends
-        u, d = (thin[:, : shape.rank] for thin in saved)
+        u, d = (product[:, : shape.rank] for product in saved)
         da = torch._grouped_mm(d.t(), t.x[t.sorted_routing[0]], offs=ends)
         return [da, torch._grouped_mm(t.dy[t.order].t(), u, offs=ends)]
 
@@ -238,8 +232,8 @@ def _factors(shape: Shape, dtype: torch.dtype) -> timing.Problem:
 
     calls: Calls = {
         "grouped_mm": grouped_mm,
-        "kernelbook": lambda: lora.lora_gradients(*given, saved=saved),
-        "kernelbook:recomputing": lambda: lora.lora_gradients(*given),
+        "kernelbook": lambda: study.lora_gradients(*given, saved=saved),
+        "kernelbook:recomputing": lambda: study.lora_gradients(*given),
     }
     return timing.Problem(calls, truth, grouped_mm, check.GRADIENT_FACTOR)
 
@@ -714,7 +708,7 @@ def host_calls() -> dict[str, Callable[[], object]]:
 BENCH = Bench(
     name="moe_lora",
     sources=SOURCES,
-    library=("kernelbook.moe_lora.op", "kernelbook.moe_lora.lora"),
+    library=("kernelbook.moe_lora.op", "kernelbook.study.moe_lora"),
     # scattermoe is on no package index; of axolotl and unsloth their kernels are enough: pip install --no-deps.
     baselines={"torch": "torch", "grouped_mm": "torch"}
     | {name: name for name in ("scattermoe", "axolotl", "peft", "unsloth")}
