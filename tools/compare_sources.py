@@ -41,7 +41,6 @@ COMPILE_ONLY = {
     "CUDA_VISIBLE_DEVICES": "",
     "HIP_VISIBLE_DEVICES": "",
     "TORCHDYNAMO_DISABLE": "1",
-    "KERNELBOOK_PLANS": "shipped",
 }
 
 

@@ -310,9 +310,9 @@ def launcher(kernel: Any, /, *, repeatable: bool = False, **constants: Any) -> L
 
     Args:
         kernel, constants: as for :class:`Launch`.
-        repeatable: the kernel writes the same however often it runs and with whatever warps: it adds to nothing that it is
-            given, waits for no other program and has no PTX or Gluon layouts made for a number of warps. With
-            ``KERNELBOOK_AUTOTUNE=1`` it is an :class:`AutotunedLaunch` then.
+        repeatable: the kernel writes the same however often it runs and, but for rounding, with whatever warps: it changes
+            nothing that it reads, waits for no other program and has no PTX or Gluon layouts made for a number of warps.
+            With ``KERNELBOOK_AUTOTUNE=1`` it is an :class:`AutotunedLaunch` then.
     """
     if runtime.in_same_bits():
         constants["enable_fp_fusion"] = False

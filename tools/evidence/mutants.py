@@ -347,7 +347,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[], help="parts of faults' files, names, kinds or statements")
     parser.add_argument("--again", action="store_true", help="what survived here is tried again: there are new tests")
     args = parser.parse_args()
-    os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", HF_HUB_OFFLINE="1", KERNELBOOK_PLANS="shipped")
+    os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", HF_HUB_OFFLINE="1")
     os.environ.update(PYTEST_DISABLE_PLUGIN_AUTOLOAD="1", PYTORCH_NVML_BASED_CUDA_CHECK="1")
     os.environ.setdefault("TRITON_INTERPRET", str(int(args.where == "interpreter")))
     if args.where == "interpreter":
