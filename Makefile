@@ -12,7 +12,7 @@ export JUPYTER_PREFER_ENV_PATH := 1
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: book test quick older suite opened test-pages lint style types serve bench measure tune compiled evidence hub test-notebooks gpu test-gpu test-turing test-cpus test-oldest test-oldest-interop test-next test-versions clean lock
+.PHONY: book test quick older suite opened test-pages lint style types serve bench measure compiled evidence hub test-notebooks gpu test-gpu test-turing test-cpus test-oldest test-oldest-interop test-next test-versions clean lock
 
 book: $(ENVIRONMENT)
 	$(PY) tools/build_book.py
@@ -64,10 +64,6 @@ bench: $(ENVIRONMENT)
 MEASURE := _build/measure$(if $(OLDER),-older)
 measure: $(ENVIRONMENT)
 	$(PY) tools/measure.py $(if $(MERGE),--merge $(MEASURE),--out $(MEASURE) $(if $(SECONDS),--seconds $(SECONDS)) $(if $(ONLY),--only '$(ONLY)') $(if $(OLDER),--older $(OLDER)))
-
-# make tune ROOM=layer_norm; without ROOM, every room. Needs a GPU.
-tune: $(ENVIRONMENT)
-	$(PY) -m kernelbook tune $(ROOM)
 
 # What the compiler says of every kernel, for the tests and for the page "Compiled". Needs no GPU.
 compiled: $(ENVIRONMENT)

@@ -144,7 +144,7 @@ def _settled(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathF
     torch.manual_seed(0)
     torch.set_num_threads(1)
     monkeypatch.setenv("KERNELBOOK_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-    for name in ("KERNELBOOK_DEBUG", "KERNELBOOK_PLANS"):
+    for name in ("KERNELBOOK_DEBUG", "KERNELBOOK_AUTOTUNE"):
         monkeypatch.delenv(name, raising=False)
 
 

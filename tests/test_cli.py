@@ -39,7 +39,6 @@ def test_doctor_passes(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_doctor_says_what_to_expect_of_a_gpu_without_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "DEVICE", torch.device("cuda"))
-    monkeypatch.setattr(cli, "_plans", lambda gpu: f"those for {gpu}")
     said = {}
     for target in ("sm_75", "sm_80"):
         with runtime.compiling_for(target):
@@ -93,8 +92,7 @@ def test_a_wrong_command_line_is_explained(arguments: list[str], capsys: pytest.
     (
         "bench layer_norm --rep-ms x", "bench layer_norm --part 1", "doctor layer_norm",
         "profile --set hidden_size=-4 --out new", "profile --set slots={[]:1} --out new", "profile --out file/folder",
-        "profile --config file", "tune kitchen", "tune nf4 --minutes -1", "tune nf4 --minutes nan", "tune nf4 --shape M",
-        "tune nf4 --out file", "train --out file", "train --out new --lr nan", "train --out new --beta1 3",
+        "profile --config file", "train --out file", "train --out new --lr nan", "train --out new --beta1 3",
         "train --out new --seed 99999999999999999999", "train --out new --text nowhere", "train --out new --heads 0",
         "judge file", "judge nothere", "judge --task nothere", "judge nothere --task vector_add", "judge file --task nothere",
         "profile --out /proc/new",
@@ -129,7 +127,6 @@ def _options(command: str) -> list[str]:
 
 NEEDED = {
     "bench": ["layer_norm"],
-    "tune": ["layer_norm"],
     "train": ["--config", "tiny", "--quiet", "--task", "copy"],
     "profile": [],
     "judge": ["--task", "vector_add"],
@@ -193,12 +190,13 @@ def test_a_run_whose_files_are_not_its_own_is_not_gone_on_with(
         assert capsys.readouterr().err.startswith("train: ")
 
 
-def test_what_the_environment_asks_for_is_checked_first(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_rows_are_measured_with_what_the_rules_choose(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("KERNELBOOK_PLANS", "fast")
-    assert cli.main(["doctor"]) == 2
-    assert "KERNELBOOK_PLANS must be tuned, shipped or rules, got 'fast'" in capsys.readouterr().err
+    monkeypatch.setattr(cli, "_can_measure", lambda: True)
+    monkeypatch.setattr(runtime, "autotune_enabled", lambda: True)
+    assert cli.main(["bench", "layer_norm", "--out", str(tmp_path)]) == 2
+    assert "KERNELBOOK_AUTOTUNE must not be set" in capsys.readouterr().err
 
 
 def test_ctrl_c_is_no_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -145,7 +145,7 @@ def test_imports_keep_the_rules() -> None:
         ("layer_norm/kernels.py", "from kernelbook import check"),
         ("layer_norm/kernels.py", "from kernelbook.lab import timing"),
         ("interop/transformers.py", "from kernelbook.lab import profiling"),
-        ("plans.py", "import kernelbook.lab.tuning"),
+        ("plans.py", "import kernelbook.lab.timing"),
         ("layer_norm/kernels.py", "from kernelbook import launch"),
         ("layer_norm/reference.py", "import triton"),
         ("layer_norm/reference.py", "from kernelbook import runtime"),
@@ -199,7 +199,7 @@ def test_modules_do_not_import_each_other_in_a_circle() -> None:
         sources[".".join(place.parts).removesuffix(".__init__")] = path.read_text()
     assert not circle(sources)
     planted = "def later():\n    from kernelbook.lab import cli\n"
-    assert circle({**sources, "kernelbook.lab.tuning": sources["kernelbook.lab.tuning"] + planted})
+    assert circle({**sources, "kernelbook.lab.older": sources["kernelbook.lab.older"] + planted})
 
 
 def test_kernels_live_in_rooms_in_the_modules_in_the_training_loop_and_between_ranks() -> None:
@@ -250,7 +250,6 @@ def test_only_runtime_reads_the_environment_and_makes_a_device() -> None:
         "lab/judge_worker.py",  # and there HOME and TMPDIR become a folder that is thrown away
         "lab/older.py",
         "lab/timing.py",
-        "lab/tuning.py",
         "distributed/notebook.py",
         "distributed/windows.py",
     }

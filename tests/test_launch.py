@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import itertools
+import json
+import math
 import os
 import textwrap
 import types
@@ -23,6 +25,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
+from triton.runtime.autotuner import Autotuner
+from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import kernelbook as kb
@@ -352,6 +356,90 @@ def test_the_interpreter_computes_on_float32_in_the_place_of_bfloat16() -> None:
         wide_y.copy_(1 + 2**-12 * torch.ones(4, 5))
     assert torch.equal(y, torch.ones(4, 5).bfloat16())
     assert x._version == y._version == row._version == 0
+
+
+# --- KERNELBOOK_AUTOTUNE ----------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _scale_kernel(x_ptr, y_ptr, n, factor, SHIFT: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr):
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offs, mask=offs < n, other=0.0).to(ACC)
+    tl.store(y_ptr + offs, x * factor + SHIFT, mask=offs < n)
+
+
+@pytest.fixture
+def tuner(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Triton's autotuners as they are made, with a clock on which the last configuration but one is the fastest."""
+    made: list[Any] = []
+    autotune = triton.autotune
+    answers = itertools.chain(
+        [9.0, OutOfResources(300_000, 232_448, "shared memory"), 8.0, 7.0, 8.0], itertools.repeat(9.0)
+    )
+
+    def do_bench(call: Callable[[], None], quantiles: Any) -> list[float]:
+        call()
+        if isinstance(answer := next(answers), Exception):
+            raise answer
+        return [answer] * 3
+
+    def recorded(configs: Any, **how: Any) -> Callable[[Any], Any]:
+        return lambda kernel: made.append(autotune(configs, do_bench=do_bench, **how)(kernel)) or made[-1]
+
+    monkeypatch.setattr(triton, "autotune", recorded)
+    monkeypatch.setattr(runtime, "autotune_enabled", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    launch._autotuned_launcher.cache_clear()
+    return made
+
+
+def _scaled(x: torch.Tensor, factor: float = 2.0) -> torch.Tensor:
+    y = torch.full_like(x, torch.nan)
+    constants = {"SHIFT": 1, "ACC": tl.float32, "BLOCK": 16, "num_warps": 4, "num_stages": 2}
+    launch.launcher(_scale_kernel, repeatable=True, **constants)((triton.cdiv(len(x), 16),), x, y, len(x), factor)
+    return y
+
+
+def test_warps_and_stages_are_searched_for_once_for_sizes_like_these(tuner: list[Any]) -> None:
+    for n, factor in ((33, 2.0), (64, 3.0), (40, 2.0)):
+        x = torch.arange(float(n))
+        assert torch.equal(_scaled(x, factor), x * factor + 1)
+    [one] = tuner
+    found = [(config.num_warps, config.num_stages) for config in one.configs]
+    assert found == [(4, 2), (4, 1), (4, 3), (2, 2), (8, 2), (8, 1), (8, 3)]  # the rule's first
+    # What a file can hold, without numbers that are only computed with; Triton adds the tensors' dtypes.
+    assert one.keys == ["n", "SHIFT", "BLOCK"]
+    assert [one.configs_timings[config][0] for config in one.configs] == [9.0, math.inf, 8.0, 7.0, 8.0, 9.0, 9.0]
+    assert (one.best_config.num_warps, one.best_config.num_stages) == (2, 2)
+    _scaled(torch.zeros(65))
+    _scaled(torch.zeros(65, dtype=torch.float64))
+    assert len(tuner) == 3
+
+
+def test_what_is_found_is_kept_on_disk(tuner: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    asked: list[Any] = []
+    monkeypatch.setattr(Autotuner, "check_disk_cache", lambda self, key, configs, bench: asked.append(key) or bench())
+    _scaled(torch.zeros(33))
+    assert asked == [(33, 1, 16, "torch.float32", "torch.float32")]
+    json.dumps(asked)
+
+
+def test_nothing_is_timed_unasked_nor_while_a_graph_is_captured(
+    tuner: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert type(launch.launcher(_scale_kernel, BLOCK=16)) is launch.Launch
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert torch.equal(_scaled(torch.arange(500.0)), torch.arange(500.0) * 2 + 1)
+    monkeypatch.setattr(runtime, "autotune_enabled", lambda: False)
+    assert type(launch.launcher(_scale_kernel, repeatable=True, BLOCK=16)) is launch.Launch
+    assert not tuner
+
+
+def test_no_program_has_more_threads_than_a_gpu_runs(tuner: list[Any]) -> None:
+    for warps, tried in ((32, {16, 32}), (1, {1, 2})):
+        made = launch.launcher(_scale_kernel, repeatable=True, num_warps=warps)
+        assert {config.num_warps for config in made.configs()} == tried
 
 
 # --- plans ----------------------------------------------------------------------------------------------------------

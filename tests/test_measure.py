@@ -178,7 +178,7 @@ def test_only_what_is_older_on_this_gpu_is_planned(tool: Any, monkeypatch: pytes
     monkeypatch.setattr(runtime, "device_slug", lambda: "gpu-h2")
     case, *_ = bench("nf4").cases()
     lines = (
-        f"gpu-h2/nf4.csv: {case}: host\ngpu-h1/layer_norm.csv: 3 rows: sources\ngpu-h2/plans.csv: 2 rows: not dated\n"
+        f"gpu-h2/nf4.csv: {case}: host\ngpu-h1/layer_norm.csv: 3 rows: sources\ngpu-h2/profile.csv: 2 rows: not dated\n"
     )
     lines += "gpu-h2/attention_errors.csv: 52 rows: sources\ngpu-h2/nf4_steps.csv: 4 rows: sources\n"
     (printed := tmp_path / "older").write_text(lines)

@@ -49,8 +49,7 @@ def digests_with(folder: Path, *copies: dict[str, tuple[str, str]]) -> list[tupl
             path = place / "kernelbook" / name.strip()
             assert text in path.read_text()
             path.write_text(path.read_text().replace(text, other))
-    hidden = {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": "", "KERNELBOOK_PLANS": "shipped"}
-    hidden |= {"TORCHDYNAMO_DISABLE": "1"}
+    hidden = {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
     properties = json.dumps(dataclasses.asdict(older.GPUS["nvidia-h200"]))
     done = subprocess.run(
         [sys.executable, "-c", DIGESTS, properties, *map(str, folders)],
@@ -68,7 +67,6 @@ def test_what_makes_a_row_older_and_what_does_not(tmp_path):
         "layer_norm/op.py": ('must have fewer than', 'has to have fewer than'),
         "layer_norm/kernels.py": ("rstd", "one_over_sigma"),
         "sparse_linear/kernels.py": ("acc += ", "acc += 2 * "),
-        "tuned/nvidia-h100-80gb-hbm3.json": ('"stages": 5', '"stages": 4'),
     }  # fmt: skip
     arithmetic_and_thresholds = {
         "layer_norm/kernels.py": (
@@ -232,33 +230,32 @@ def test_a_case_without_rows_is_listed(recorded, monkeypatch):
 
 def test_the_cases_of_a_file_are_those_of_its_room_or_of_all_rooms_models():
     names, counts = ("layer_norm", "moe_lora"), {}
-    for stem in (*names, "models", "search"):
+    for stem in (*names, "models", "profile"):
         counts[stem] = len(older._cases_of(stem, names))
     both = [bench.bench(name) for name in names]
     assert counts == {one.name: len(list(one.cases())) for one in both} | {
         "models": sum(len(list(one.models())) for one in both),
-        "search": 0,
+        "profile": 0,
     }
 
 
 def test_a_file_without_a_rule_is_not_dated(recorded):
-    assert recorded(stem="search") == [("search.csv", older.NOT_DATED)]
+    assert recorded(stem="profile") == [("profile.csv", older.NOT_DATED)]
 
 
-def test_rows_are_dated_for_the_gpu_that_they_name_wherever_they_lie(tmp_path):
+def test_rows_are_dated_wherever_they_lie(tmp_path):
     pd = pytest.importorskip("pandas")
     table = record.write_results(
         tmp_path / "scratch" / "whole_model.csv", pd.DataFrame([row("kernelbook", 1, gpu="NVIDIA H200")])
     )
-    now = dates.sources_digest("whole_model", "nvidia-h200")
-    assert list(table["launches"]) == [now] and now != dates.sources_digest("whole_model", "scratch")
+    assert list(table["launches"]) == [dates.sources_digest("whole_model")]
 
 
 def test_whole_models_are_listed_one_by_one(tmp_path, monkeypatch):
     pd = pytest.importorskip("pandas")
     monkeypatch.setattr(record, "results_dir", lambda: tmp_path)
     (tmp_path / "nvidia-h200").mkdir()
-    now = dates.sources_digest("whole_model", "nvidia-h200")
+    now = dates.sources_digest("whole_model")
     models = {"A 1": "older", "B": now, "C": "older"}
     rows = [
         row(provider, 1, launches=digest) | {"shape": f"model={model} layers=2 task=step graph={graph}"}
@@ -283,7 +280,7 @@ def test_what_is_older_is_said_in_a_sentence(recorded):
 def test_every_recorded_file_has_a_rule_or_is_known_to_have_none():
     stems = {path.stem for gpu in record.recorded_gpus("*") for path in (record.results_dir() / gpu).iterdir()}
     dated = {*dates.DATED, *bench.CASE_BY_CASE, "models", "ceilings"}
-    assert stems - dated <= {"chapters", "counters", "plans", "profile", "revisions", "search", "slow_kernels"}
+    assert stems - dated <= {"chapters", "counters", "profile", "revisions", "slow_kernels"}
 
 
 def test_without_a_gpu_no_peer_is_set_up(monkeypatch):

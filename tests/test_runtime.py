@@ -338,9 +338,12 @@ def test_environment_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.delenv("KERNELBOOK_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert runtime.cache_dir() == tmp_path / "xdg" / "kernelbook"
-    monkeypatch.setenv("KERNELBOOK_PLANS", "sometimes")
-    with pytest.raises(ValueError, match="KERNELBOOK_PLANS must be tuned, shipped or rules, got 'sometimes'"):
-        runtime.plans_in_use()
+    monkeypatch.setattr(runtime, "DEVICE", torch.device("cuda"))
+    assert not runtime.autotune_enabled()
+    monkeypatch.setenv("KERNELBOOK_AUTOTUNE", "1")
+    assert runtime.autotune_enabled()
+    monkeypatch.setattr(runtime, "DEVICE", torch.device("cpu"))  # the interpreter's times say nothing
+    assert not runtime.autotune_enabled()
 
 
 @pytest.mark.gpu

@@ -23,7 +23,8 @@ from tensors import randn
 import kernelbook as kb
 from kernelbook import interpreted_rows, plans, runtime
 from kernelbook.attention import kernels_same_bits
-from kernelbook.launch import Launch
+from kernelbook.launch import AutotunedLaunch, Launch, launcher
+from kernelbook.layer_norm import kernels as layer_norm
 from kernelbook.nn import LoRAPair, SameBitsLinear, gated_experts, linear, swap
 from kernelbook.study import layer_norm_with_locks
 
@@ -114,14 +115,12 @@ def test_plans_of_the_mode_are_its_own_and_its_kernels_fuse_nothing(monkeypatch:
             assert ("PART" in launched[1]) == enabled
 
 
-def test_a_tuned_plan_is_left_aside(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kernelbook.layer_norm import kernels
-
-    with kb.same_bits():
-        kernels.plan_forward(4096, 2, runtime.properties())
-        assert not plans.asked
-    kernels.plan_forward(4096, 2, runtime.properties())
-    assert plans.asked
+def test_nothing_is_autotuned_in_the_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "autotune_enabled", lambda: True)
+    for enabled in (True, False):
+        with kb.same_bits(enabled):
+            made = launcher(layer_norm._layer_norm_fwd_kernel, repeatable=True, BLOCK_M=3)
+        assert isinstance(made, AutotunedLaunch) != enabled
 
 
 COUNTS = (1, 2, 7, 16, 17, 64, 300, 2048, 16384)

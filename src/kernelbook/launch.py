@@ -22,6 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 __all__ = [
     "NAMESPACE",
     "OPTIONS",
+    "AutotunedLaunch",
     "Block",
     "Descriptor",
     "Launch",
@@ -252,18 +253,76 @@ class Launch:
             return self.kernel[grid](*map(_for_triton, args), **{**OPTIONS, **self.constants})
 
 
-def launcher(kernel: Any, /, **constants: Any) -> Launch:
+class AutotunedLaunch(Launch):
+    """A launch with warps and stages that ``triton.autotune`` finds at the first call with sizes like these.
+
+    Tile, grid and buffers are the plan's. Triton keeps what it finds in its own cache on disk, and leaves out what does not
+    fit. While a graph is captured or traced nothing can be timed: what is not known then is launched as the rule says.
+    """
+
+    def __init__(self, kernel: Any, /, **constants: Any) -> None:
+        super().__init__(kernel, **constants)
+        self._best: dict[tuple[Any, ...], Launch] = {}
+
+    def __call__(self, grid: tuple[int, ...], *args: Any) -> None:
+        """Launches, as :class:`Launch` does."""
+        if of_thread.tracing:
+            super().__call__(grid, *args)
+            return
+        tensors = [getattr(arg, "tensor", arg) for arg in args]
+        first = next(tensor for tensor in tensors if isinstance(tensor, torch.Tensor))
+        # Sizes count as plans.bucket rounds them up, so that batches of nearly one size are searched for once.
+        kinds = ((arg - 1).bit_length() if type(arg) is int else getattr(arg, "dtype", type(arg)) for arg in tensors)
+        found = self._best.get(key := (first.device, *kinds))
+        if found is None and not torch.cuda.is_current_stream_capturing():
+            with runtime.on_device_of(first):
+                options = self._search(grid, args)
+            found = self._best[key] = _launcher(self.kernel, **{**self.constants, **options})
+        if found is None:
+            super().__call__(grid, *args)
+        else:
+            found(grid, *args)
+
+    def configs(self) -> list[triton.Config]:
+        """What is tried: the rule's warps and stages first, then half and twice the warps, and a stage fewer and more."""
+        warps, stages = self.constants.get("num_warps", 4), self.constants.get("num_stages", 3)
+        pairs = [(w, s) for w in (warps, warps // 2, 2 * warps) for s in (stages, stages - 1, stages + 1)]
+        near = [(w, s) for w, s in pairs if 1 <= w <= MAX_WARPS and s >= 1 and (s == stages or w >= warps)]
+        return [triton.Config({}, num_warps=w, num_stages=s) for w, s in near]
+
+    def _search(self, grid: tuple[int, ...], args: tuple[Any, ...]) -> dict[str, int]:
+        given = {k: v for k, v in self.constants.items() if k not in ("num_warps", "num_stages")}
+        named = {**dict(zip(self.kernel.arg_names, args, strict=False)), **given}
+        plain = [name for name, value in named.items() if isinstance(value, int | str)]  # what a file can hold
+        tuner = triton.autotune(self.configs(), key=plain, cache_results=True)(self.kernel)
+        tuner[grid](*map(_for_triton, args), **{**OPTIONS, **given})
+        return {"num_warps": tuner.best_config.num_warps, "num_stages": tuner.best_config.num_stages}
+
+
+MAX_WARPS = 32  # 1,024 threads a program
+
+
+def launcher(kernel: Any, /, *, repeatable: bool = False, **constants: Any) -> Launch:
     """The one :class:`Launch` of a kernel with these constants, so that plans that agree in them share what it keeps.
 
     Within ``runtime.same_bits`` no multiplication is fused with an addition: which ones are is the compiler's to say, and two
     kernels with the same lines would not round alike.
+
+    Args:
+        kernel, constants: as for :class:`Launch`.
+        repeatable: the kernel writes the same however often it runs and, but for rounding, with whatever warps: it changes
+            nothing that it reads, waits for no other program and has no PTX or Gluon layouts made for a number of warps.
+            With ``KERNELBOOK_AUTOTUNE=1`` it is an :class:`AutotunedLaunch` then.
     """
     if runtime.in_same_bits():
         constants["enable_fp_fusion"] = False
+    elif repeatable and runtime.autotune_enabled():
+        return _autotuned_launcher(kernel, **constants)
     return _launcher(kernel, **constants)
 
 
 _launcher = functools.lru_cache(maxsize=4096, typed=True)(Launch)
+_autotuned_launcher = functools.lru_cache(maxsize=4096, typed=True)(AutotunedLaunch)
 
 
 # --- operators ------------------------------------------------------------------------------------------------------

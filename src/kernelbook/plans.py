@@ -1,28 +1,14 @@
-"""Choosing a kernel's configuration: the resource model that rules ask, and plans that were tuned.
+"""The resource model that rules ask, and what rooms keep of plans.
 
 A room decides in functions of its ``kernels.py`` how a problem is cut: tiles, warps, stages, strategy. Each is a rule, a few
-lines with a reason, and :func:`planner` makes a plan of it: what was tuned for this very problem on this GPU comes first.
-
-1. The user's own plans, which ``python -m kernelbook tune`` found on this machine: ``<cache>/tuned/<gpu>.json``.
-2. The plans that come with the package: ``kernelbook/tuned/<gpu>.json``.
-3. The rule.
-
-``KERNELBOOK_PLANS=shipped`` leaves out the first, ``KERNELBOOK_PLANS=rules`` the first two. Nothing is ever timed by a call.
-A stored plan is taken only if it has the form of the rule's plan and the room allows it for the problem and the GPU, so that
-an old or edited file can cost speed, and nothing else; what is not taken is warned of.
+lines with a reason, from sizes and the GPU's properties. Who wants warps and stages searched for sets ``KERNELBOOK_AUTOTUNE=1``
+(:func:`kernelbook.launch.launcher`).
 """
 
 import dataclasses
-import functools
-import inspect
-import json
 import math
-import typing
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from types import NoneType
-from typing import Any, TypeVar, cast
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 from kernelbook import runtime  # before Triton, which it sets up
 
@@ -32,19 +18,12 @@ import triton
 __all__ = [
     "MAX_REGISTERS",
     "KeptPlans",
-    "Planner",
     "Resources",
-    "as_json",
     "bucket",
-    "derived",
     "fits",
+    "forget",
     "matmul_resources",
-    "own_plans",
-    "planner",
-    "planners",
-    "read_plans",
-    "shipped_plans",
-    "stored_plans",
+    "remembered",
     "tensor_core",
     "tile_resources",
 ]
@@ -182,8 +161,8 @@ def matmul_resources(
 def bucket(count: int, *, lowest: int = 16) -> int:
     """``count`` rounded up to a power of two, at least ``lowest``.
 
-    It stands in a plan's key for a size that changes from batch to batch, so
-    that batches of nearly one size share a plan.
+    It stands in a key for a size that changes from batch to batch, so that
+    batches of nearly one size share what was found for one of them.
     """
     return max(1 << max(count - 1, 0).bit_length(), lowest)
 
@@ -197,111 +176,25 @@ def fits(needs: Resources, config: triton.Config, properties: runtime.DeviceProp
 
 # --- plans ----------------------------------------------------------------------------------------------------------
 
-Rule = TypeVar("Rule", bound=Callable[..., Any])
-Plans = dict[str, dict[str, dict[str, Any]]]  # by planner and problem: the plan, and what was measured
-
-# What the tuner uses: plans that come before all files, and what planners were asked since forget(), by name and problem.
-trial: Plans = {}
-asked: dict[tuple[str, tuple[Any, ...]], None] = {}
-
-
-@dataclasses.dataclass(frozen=True)
-class Planner:
-    """What :func:`planner` has made of a rule.
-
-    Attributes:
-        name: ``<room>.<what>``.
-        rule: from a problem to a plan.
-        allowed: from a plan that has the form of the rule's, and the problem, to whether it may be used.
-        parameters: the names of the problem's parts, without the GPU's properties.
-        buckets: those of them that stand in the key rounded up, by :func:`bucket`.
-    """
-
-    name: str
-    rule: Callable[..., Any]
-    allowed: Callable[..., bool]
-    parameters: tuple[str, ...]
-    buckets: frozenset[str]
-
-    def key(self, problem: Sequence[Any]) -> str:
-        """The problem as files name it: ``n=4096 itemsize=2``."""
-        pairs = zip(self.parameters, problem, strict=False)
-        return " ".join(f"{k}={bucket(v, lowest=1) if k in self.buckets else v}" for k, v in pairs)
-
-    def from_json(self, stored: Any, problem: Sequence[Any]) -> Any:
-        """The plan that a file holds as ``stored``. Raises ``ValueError`` where it is none for the problem."""
-        rule = self.rule(*problem)
-        plan = _from_json(stored, rule, typing.get_type_hints(self.rule).get("return"), "the plan")
-        if plan is not None and as_json(plan) != as_json(rule) and not self.allowed(plan, *problem):
-            raise ValueError("the plan does not fit the problem or the GPU")
-        return plan
-
-    def find(self, problem: Sequence[Any]) -> Any:
-        """The plan for a problem, whose last part is the GPU's properties; within ``same_bits`` what the rule says."""
-        if problem[-1].same_bits:
-            return self.rule(*problem)
-        if len(asked) < 4096:
-            asked[self.name, tuple(problem)] = None
-        for where, stored in stored_plans(problem[-1]):
-            if self.name in stored and (entry := stored[self.name].get(key := self.key(problem))) is not None:
-                try:
-                    return self.from_json(entry["plan"], problem)
-                except ValueError as error:
-                    warnings.warn(f"{where}: {self.name} {key} is left aside: {error}", stacklevel=3)
-        return self.rule(*problem)
-
-
-_planners: dict[str, Planner] = {}
 _caches: list[Any] = []
 
 
-def planner(name: str, allowed: Callable[..., bool], *, buckets: Sequence[str] = ()) -> Callable[[Rule], Rule]:
-    """Decorates a rule: where a tuned plan is stored for the problem, that is returned, else what the rule says.
-
-    The rule takes the problem in positional arguments that can be hashed, and the GPU's properties as the last. Plans are
-    remembered for each problem, so that a call costs one look into a dictionary.
-
-    Args:
-        name: ``<room>.<what>``.
-        allowed: takes a stored plan, which has the names and types of the rule's, and the problem; says whether the plan
-            computes the right thing and fits the GPU.
-        buckets: names of sizes that change from batch to batch. They are rounded up in the key, see :func:`bucket`.
-    """
-
-    def decorate(rule: Rule) -> Rule:
-        *parameters, last = inspect.signature(rule).parameters
-        known = _planners.get(name)  # a notebook's cell may run twice
-        taken = known is not None and known.rule.__qualname__ != rule.__qualname__
-        if last != "properties" or not set(buckets) <= set(parameters) or taken:
-            raise ValueError(f"planner: {name} is taken, or its rule has the wrong parameters: {parameters}, {last}")
-        made = _planners[name] = Planner(name, rule, allowed, tuple(parameters), frozenset(buckets))
-
-        @functools.wraps(rule)
-        def plan(*problem: Any) -> Any:
-            return made.find(problem)
-
-        return cast(Rule, derived(plan))
-
-    return decorate
-
-
-def derived(function: Rule) -> Rule:
-    """``functools.lru_cache`` for a function that asks planners: it is asked again when plans change."""
-    cached: Any = functools.lru_cache(maxsize=4096)(function)
-    remembered(cached)
-    return cached
-
-
 def remembered(cache: Any) -> None:
-    """Has ``cache.cache_clear()`` called whenever plans change."""
+    """Has ``cache.cache_clear()`` called by :func:`forget`."""
     _caches.append(cache)
+
+
+def forget() -> None:
+    """Forgets all plans of this process."""
+    for cached in _caches:
+        cached.cache_clear()
 
 
 Plan = TypeVar("Plan")
 
 
 class KeptPlans(dict[Any, Plan]):
-    """A room's plans by kind of call: some thousands, of which the oldest makes place for a new one; none when plans change."""
+    """A room's plans by kind of call: some thousands, of which the oldest makes place for a new one."""
 
     MOST = 4096
 
@@ -318,103 +211,3 @@ class KeptPlans(dict[Any, Plan]):
     def cache_clear(self) -> None:
         """Drops all; what is kept by a call that goes on meanwhile is kept."""
         self.clear()
-
-
-def planners() -> Mapping[str, Planner]:
-    """All planners of the rooms that have been imported, by name."""
-    return _planners
-
-
-def as_json(plan: Any) -> Any:
-    """A plan as a file holds it; two plans are the same if this is. Takes configurations, dataclasses, tuples and numbers."""
-    if isinstance(plan, triton.Config):
-        return {**plan.kwargs, "num_warps": plan.num_warps, "num_stages": plan.num_stages}
-    if dataclasses.is_dataclass(plan):
-        return {field.name: as_json(getattr(plan, field.name)) for field in dataclasses.fields(plan)}
-    if isinstance(plan, tuple | list):
-        return [as_json(part) for part in plan]
-    return plan
-
-
-def _from_json(stored: Any, like: Any, hint: Any, what: str) -> Any:
-    """The opposite of :func:`as_json`, for a plan of the form of ``like``; ``hint`` says where it may be ``None``."""
-    kinds = typing.get_args(hint)
-    if stored is None and (like is None or NoneType in kinds):
-        return None
-    if NoneType in kinds:
-        hint = next(kind for kind in kinds if kind is not NoneType)
-    if isinstance(like, triton.Config):
-        numbers = _numbers(stored, as_json(like), what)
-        return triton.Config(numbers, num_warps=numbers.pop("num_warps"), num_stages=numbers.pop("num_stages"))
-    if dataclasses.is_dataclass(like):
-        kind: Any = type(like)
-        hints = typing.get_type_hints(kind)
-        fields = _named(stored, {field.name: None for field in dataclasses.fields(like)}, what)
-        return kind(**{name: _from_json(fields[name], getattr(like, name), hints[name], name) for name in fields})
-    if isinstance(like, tuple) and isinstance(stored, list) and len(like) == len(stored):
-        if all(isinstance(part, tuple) and isinstance(part[0], str) for part in like):
-            pairs = {str(part[0]): part[-1] for part in stored if isinstance(part, list) and part}
-            return tuple(_numbers(pairs, dict(like), what).items())
-        kinds = typing.get_args(hint) or (None,) * len(like)
-        parts = enumerate(zip(stored, like, kinds, strict=True))
-        return tuple(_from_json(*part, f"part {i} of {what}") for i, part in parts)
-    if type(stored) is not type(like) or (type(stored) is int and stored < 1):
-        raise ValueError(f"{what} must be like {json.dumps(as_json(like))}, got {json.dumps(stored)}")
-    return stored
-
-
-def _named(stored: Any, like: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """``stored`` in the order of ``like``, whose names it must have."""
-    if not isinstance(stored, dict) or stored.keys() != like.keys():
-        raise ValueError(f"{what} must have the names {', '.join(like)}, got {json.dumps(stored)}")
-    return {name: stored[name] for name in like}
-
-
-def _numbers(stored: Any, like: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """Constants of a kernel, warps and stages by name; tiles and warps are powers of two."""
-    numbers = _named(stored, like, what)
-    for name, value in numbers.items():
-        possible = type(value) is type(like[name])
-        if type(value) is int:
-            power = not name.startswith(("BLOCK_", "num_warps")) or not value & (value - 1)
-            possible = possible and power and min(1, like[name]) <= value <= (32 if name == "num_warps" else 2**16)
-        if not possible:
-            raise ValueError(f"{name} of {what} cannot be {json.dumps(value)}")
-    return numbers
-
-
-def shipped_plans(name: str) -> Path:
-    """The file of the plans that come with the package for the GPU called ``name``; it may not exist."""
-    return Path(__file__).parent / "tuned" / f"{runtime.slug(name)}.json"
-
-
-def own_plans(name: str) -> Path:
-    """The file of the user's own plans for the GPU called ``name``; it may not exist."""
-    return runtime.cache_dir() / "tuned" / f"{runtime.slug(name)}.json"
-
-
-def read_plans(path: Path) -> Plans:
-    """What a file of plans holds; nothing where there is none, or one that is not such a file."""
-    try:
-        plans = json.loads(path.read_text())["plans"]
-        return {str(name): {str(k): dict(v, plan=v["plan"]) for k, v in found.items()} for name, found in plans.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}
-
-
-@functools.cache
-def stored_plans(properties: runtime.DeviceProperties) -> tuple[tuple[str, Plans], ...]:
-    """What is looked into for plans, in its order, each with its name; files without a plan are left out."""
-    mode = runtime.plans_in_use()
-    paths = [own_plans(properties.name)] if mode == "tuned" else []
-    paths += [] if mode == "rules" else [shipped_plans(properties.name)]
-    found = [("what is being tried", trial), *((str(path), read_plans(path)) for path in paths)]
-    return tuple((where, plans) for where, plans in found if plans)
-
-
-def forget() -> None:
-    """Forgets all plans of this process: files and environment are read again."""
-    asked.clear()
-    stored_plans.cache_clear()
-    for cached in _caches:
-        cached.cache_clear()

@@ -19,8 +19,8 @@ others have defined already could not follow: there importing this module raises
 Other variables, each read when it is needed:
 
 - ``KERNELBOOK_DEBUG=1``: index tensors on the GPU are range-checked too, at the price of a synchronisation.
-- ``KERNELBOOK_PLANS``: ``tuned`` | ``shipped`` | ``rules``, see :mod:`kernelbook.plans`.
-- ``KERNELBOOK_CACHE``: the folder for tuned plans (default: ``$XDG_CACHE_HOME/kernelbook``).
+- ``KERNELBOOK_AUTOTUNE=1``: kernels that may run more than once are timed with other warps and stages than the rule's.
+- ``KERNELBOOK_CACHE``: the folder for what is worth keeping between processes (default: ``$XDG_CACHE_HOME/kernelbook``).
 """
 
 import contextlib
@@ -50,6 +50,7 @@ __all__ = [
     "TRIED_TRITON",
     "TRITON_IS_TRIED",
     "DeviceProperties",
+    "autotune_enabled",
     "cache_dir",
     "can_launch",
     "compiling_for",
@@ -62,7 +63,6 @@ __all__ = [
     "kernel_dtype",
     "on_device_of",
     "plan_mode",
-    "plans_in_use",
     "properties",
     "same_bits",
     "slug",
@@ -371,7 +371,7 @@ def same_bits(enabled: bool = True) -> Iterator[None]:
 
     Not on how many rows there are, on their order, packing, padding, the chunk in which a prompt is read, the page size, or
     over how many programs keys are split: log-probabilities of a training batch and of generation agree bit by bit. Each
-    function takes one tile shape and one order of its sums, whatever the number of rows; plans that were tuned are left aside,
+    function takes one tile shape and one order of its sums, whatever the number of rows; nothing is autotuned,
     and no kernel fuses a multiplication with an addition. That costs time. Weights and their dtype, the GPU and the versions
     of PyTorch and Triton have to be the same.
 
@@ -526,12 +526,9 @@ def debug_enabled() -> bool:
     return os.environ.get("KERNELBOOK_DEBUG", "") == "1"
 
 
-def plans_in_use() -> str:
-    """``KERNELBOOK_PLANS``: ``tuned`` (own plans, then shipped ones, then the rules), ``shipped`` or ``rules``."""
-    mode = os.environ.get("KERNELBOOK_PLANS", "tuned")
-    if mode not in ("tuned", "shipped", "rules"):
-        raise ValueError(f"kernelbook: KERNELBOOK_PLANS must be tuned, shipped or rules, got {mode!r}")
-    return mode
+def autotune_enabled() -> bool:
+    """Whether ``KERNELBOOK_AUTOTUNE=1`` asks for warps and stages to be searched for, and a GPU can time kernels."""
+    return os.environ.get("KERNELBOOK_AUTOTUNE", "") == "1" and DEVICE.type == "cuda"
 
 
 def free_bytes() -> int:

@@ -582,7 +582,6 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    os.environ.setdefault("KERNELBOOK_PLANS", "shipped")
     until, folder = time.monotonic() + args.seconds, args.out.with_suffix(".parts")
     # Small campaigns, dealt out: each begins with the simplest examples anew, so they are not too small.
     each = max(10, min(200 if ON_GPU else 50, args.examples // (len(args.only) * args.processes)))

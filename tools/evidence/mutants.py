@@ -59,7 +59,7 @@ NO_PROGRAM = ("CompilationError", "InterpreterError", "UnsupportedLanguageConstr
 CAUSES = (*NO_PROGRAM, "TypeError", "ValueError", "AttributeError", "NameError", "UnboundLocalError", "AssertionError")
 # Tests that measure, need all memory, start other processes, whose kernels are not seen, or use threads after a fork.
 WRITTEN = ("kernels", "helpers", "rows", "unchecked", "tiles", "gluon", "gpu")  # tests/test_evidence_NAME.py
-LEFT_OUT = ("2_31", "2**31", "tuning_cases", "subprocess", "doctor", "opcheck", "bitsandbytes")
+LEFT_OUT = ("2_31", "2**31", "subprocess", "doctor", "opcheck", "bitsandbytes")
 COMPILING = 2.0  # seconds, about, of a kernel in Gluon
 PATIENCE = 15.0  # seconds that are added to the tests' own
 STUCK = 10.0  # seconds that a test may stay at one instruction: longer than the GPU needs when it is full, and not a compiler
@@ -347,7 +347,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[], help="parts of faults' files, names, kinds or statements")
     parser.add_argument("--again", action="store_true", help="what survived here is tried again: there are new tests")
     args = parser.parse_args()
-    os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", HF_HUB_OFFLINE="1", KERNELBOOK_PLANS="shipped")
+    os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", HF_HUB_OFFLINE="1")
     os.environ.update(PYTEST_DISABLE_PLUGIN_AUTOLOAD="1", PYTORCH_NVML_BASED_CUDA_CHECK="1")
     os.environ.setdefault("TRITON_INTERPRET", str(int(args.where == "interpreter")))
     if args.where == "interpreter":

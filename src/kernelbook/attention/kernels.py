@@ -31,7 +31,6 @@ import dataclasses
 import math
 
 from kernelbook import runtime  # before Triton, which it sets up
-from kernelbook.plans import FMA_REGISTERS, planner
 
 # isort: split
 import triton
@@ -732,26 +731,6 @@ def block_d(d: int) -> int:
     return max(16, triton.next_power_of_2(d))
 
 
-def _allowed(
-    config: triton.Config, kernel: str, d: int, itemsize: int, boxes: bool, properties: runtime.DeviceProperties
-) -> bool:
-    """16-bit tiles that fit into shared memory, and whose sums a program has registers for."""
-    m, n, width = (config.kwargs[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_D"))
-    owned, moved = (m, n) if kernel != "dkdv" else (n, m)
-    # In registers: the sums (two of dk and dv), a tile of scores, and that again in 16 bits.
-    kept = ((2 if kernel == "dkdv" else 1) * owned * width + 1.5 * owned * moved) / (32 * config.num_warps)
-    fma = not properties.has_tensor_cores
-    if fma:
-        kept += FMA_REGISTERS * width * 2 * math.sqrt(m * n / (32 * config.num_warps))
-    # Ordinary loads of the backward pass feed the tensor cores and, turned, registers too.
-    pipelined = config.num_stages == 1 or boxes or kernel == "fwd"
-    tiles = _Tiles(m, n, config.num_warps, config.num_stages)
-    shared = _shared_bytes(kernel, tiles, width, itemsize, properties.is_amd) <= properties.shared_memory_per_program
-    large = min(m, n) >= 16 and (fma or owned >= 8 * config.num_warps)
-    return itemsize == 2 and width == block_d(d) and large and kept <= (190 if fma else 180) and pipelined and shared
-
-
-@planner("attention.plain", _allowed)
 def config(kernel: str, d: int, itemsize: int, boxes: bool, properties: runtime.DeviceProperties) -> triton.Config:
     """The tiles of ``kernel`` (one of :data:`KERNELS`) for head size ``d``, with as many stages as fit."""
     width = block_d(d)

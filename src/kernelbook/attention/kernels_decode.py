@@ -25,7 +25,6 @@ import functools
 
 from kernelbook import runtime  # before Triton, which it sets up
 from kernelbook.attention.kernels import _capped, _dot, _rows, _with_sink, block_d
-from kernelbook.plans import planner
 
 # isort: split
 import triton
@@ -500,27 +499,6 @@ def _pieces(tiles: int, stored: int, width: int, d: int, num_sms: int) -> list[i
     return [1, *(pieces for pieces in (2, 4) if pieces <= most)]
 
 
-def _allowed(
-    plan: tuple[triton.Config, int],
-    heads: int, rows: int, keys: int, d: int, itemsize: int, page: int, properties: runtime.DeviceProperties,
-) -> bool:  # fmt: skip
-    """The rule's tiles with other widths and stages that fit, and another split, into no more parts than there are tiles."""
-    config, splits = plan
-    block_n, stages, pieces = (config.kwargs[name] for name in ("BLOCK_N", "STAGES", "PIECES"))
-    rule, _ = _tiles(heads, rows, d, itemsize, page > 0, properties)
-    block_m, width, own = (rule.kwargs[name] for name in ("BLOCK_M", "BLOCK_D", "BLOCK_N"))
-    blocks = {**rule.kwargs, "BLOCK_N": block_n, "STAGES": stages, "PIECES": pieces}
-    stored, tiles = min(block_m, triton.next_power_of_2(rows)), heads * -(-rows // block_m)
-    shared = (2 * block_n * stages + block_m) * width * itemsize
-    return (
-        config.kwargs == blocks and config.num_stages == stages and config.num_warps in (4, 8, rule.num_warps)
-        and pieces in _pieces(tiles, stored, width, d, properties.num_sms)
-        and 16 <= block_n <= 128 and shared <= properties.shared_memory_per_program - 2048
-        and splits * block_n <= max(2 * keys, own)
-    )  # fmt: skip
-
-
-@planner("attention.decode", _allowed, buckets=("keys",))
 def tiles_and_splits(
     heads: int, rows: int, keys: int, d: int, itemsize: int, page: int, properties: runtime.DeviceProperties
 ) -> tuple[triton.Config, int]:

@@ -19,7 +19,6 @@ Not handled here: dtypes of other than 16 bits, tensors that descriptors cannot 
 
 from kernelbook import runtime  # before Triton, which it sets up
 from kernelbook.gluon_names import thread_barrier, tma
-from kernelbook.plans import planner
 
 # isort: split
 import triton
@@ -1296,20 +1295,6 @@ def _forward_tiles(width: int, tiles: tuple[int, int, int, bool]) -> triton.Conf
     return triton.Config({**blocks, "WARPGROUPS": warpgroups, "STAGES": stages, "OVERLAP": overlap}, num_warps=4)
 
 
-def _forward_allowed(
-    config: triton.Config, d: int, itemsize: int, s: int, causal: bool, properties: runtime.DeviceProperties
-) -> bool:
-    names = ("BLOCK_N", "WARPGROUPS", "STAGES", "OVERLAP")
-    block_n, warpgroups, stages, overlap = tiles = tuple(config.kwargs[name] for name in names)
-    width = _is_for(d, itemsize, properties)
-    if width is None or config != _forward_tiles(width, tiles) or block_n not in (64, 128):
-        return False
-    rows = warpgroups * ROWS * (2 if width <= 128 else 1) + 2 * stages * block_n
-    shared = 2 * rows * width + 1024 <= properties.shared_memory_per_program
-    return (warpgroups, overlap) in ((2, True), (2, False), (3, False)) and shared and block_n * width <= 128 * 128
-
-
-@planner("attention.forward", _forward_allowed, buckets=("s",))
 def forward_config(
     d: int, itemsize: int, s: int, causal: bool, properties: runtime.DeviceProperties
 ) -> triton.Config | None:
@@ -1349,20 +1334,6 @@ def _backward_tiles(
     return dkdv, triton.Config({**blocks, "BLOCK_N": for_dq[0], "STAGES": for_dq[1]}, num_warps=4)
 
 
-def _backward_allowed(
-    plan: tuple[triton.Config, triton.Config | None], d: int, itemsize: int, properties: runtime.DeviceProperties
-) -> bool:
-    """Tiles and buffers that fit beside what the kernels keep."""
-    width, (dkdv, dq) = _is_for(d, itemsize, properties), plan
-    block_m, stages = dkdv.kwargs["BLOCK_M"], dkdv.kwargs["STAGES"]
-    for_dq = None if dq is None else (dq.kwargs["BLOCK_N"], dq.kwargs["STAGES"])
-    if width is None or plan != _backward_tiles(width, block_m, stages, for_dq):
-        return False
-    if width > 128:
-        return (block_m, stages) in ((64, 2), (32, 4)) and for_dq in (None, (32, 2), (32, 3))
-    return (block_m, stages) in ((32, 3), (64, 2), (64, 3)) and for_dq in (None, (32, 4), (64, 2), (64, 3), (64, 4))
-
-
 def parts(heads: int, s: int, group: int, d: int, num_sms: int) -> int:
     """Over how many programs the ``group`` query heads that share one of ``heads`` key heads are divided.
 
@@ -1372,7 +1343,6 @@ def parts(heads: int, s: int, group: int, d: int, num_sms: int) -> int:
     return next((n for n in range(1, group) if group % n == 0 and blocks * n >= 1.9 * num_sms), group)
 
 
-@planner("attention.backward", _backward_allowed)
 def backward_config(
     d: int, itemsize: int, properties: runtime.DeviceProperties
 ) -> tuple[triton.Config, triton.Config | None] | None:

@@ -1,4 +1,4 @@
-"""``python -m kernelbook``: does this machine work, how fast is it, is a kernel right, faster plans, a training run, a profile."""
+"""``python -m kernelbook``: does this machine work, how fast is it, is a kernel right, a training run, a profile."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import kernelbook
-from kernelbook import check, memory, plans, runtime
+from kernelbook import check, memory, runtime
 from kernelbook.lab import bench as registry
-from kernelbook.lab import older, profiling, record, timing, tuning
+from kernelbook.lab import older, profiling, record, timing
 from kernelbook.train import command as training
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ WITHOUT_TENSOR_CORES = (
     "experts do without, sparse layers and lists of neurons have them by cuBLAS"
 )
 # What a command needs beside the package's own requirements: all of the extra ``lab``.
-NEEDS = {"bench": ("pandas", "tabulate", "tqdm"), "tune": ("pandas", "tabulate", "tqdm"), "profile": ("tabulate",)}
+NEEDS = {"bench": ("pandas", "tabulate", "tqdm"), "profile": ("tabulate",)}
 
 
 # --- doctor ---------------------------------------------------------------------------------------------------------
@@ -55,21 +55,10 @@ def _machine() -> list[tuple[str, str]]:
             ("shared memory", f"{p.shared_memory_per_program / 1024:.0f} KiB a program"),
             ("registers", f"{p.registers_per_sm} a multiprocessor"),
             ("L2 cache", f"{p.l2_bytes / 2**20:.0f} MiB"),
-            ("plans", _plans(p.name)),
         ]
         if not p.has_tensor_cores:
             lines.append(("to expect", WITHOUT_TENSOR_CORES))
     return lines
-
-
-def _plans(gpu: str) -> str:
-    """Which plans are in use, in words."""
-    mode = runtime.plans_in_use()
-    files = {"your own": plans.own_plans(gpu)} if mode == "tuned" else {}
-    files |= {} if mode == "rules" else {"shipped": plans.shipped_plans(gpu)}
-    counts = {whose: sum(map(len, plans.read_plans(path).values())) for whose, path in files.items()}
-    found = [f"{count} {whose}" for whose, count in counts.items() if count]
-    return ", ".join([*found, "rules"]) + ("" if found else " ('python -m kernelbook tune' finds plans for this GPU)")
 
 
 def _host_costs() -> list[tuple[str, float]]:
@@ -158,6 +147,9 @@ def bench(
     """
     if not _can_measure():
         print("bench: no GPU runs kernels here, and the interpreter's times say nothing about one.", file=sys.stderr)
+        return 2
+    if runtime.autotune_enabled():
+        print("bench: KERNELBOOK_AUTOTUNE must not be set: rows are of what the rules choose", file=sys.stderr)
         return 2
     try:
         record.check_folder("bench", out)
@@ -386,7 +378,6 @@ def parser() -> argparse.ArgumentParser:
     judged.add_argument("--task", help="what it has to do; my_tasks.py:name for a Task of your own")
     judged.add_argument("--hint", action="count", default=0, help="a hint if it is not right; again: one more")
     judged.add_argument("--seed", type=int, help="of sizes and numbers (default: new ones each time)")
-    tuning.add_arguments(commands.add_parser("tune", help="find faster plans for the GPU at hand"), registry.ROOMS)
     training.add_arguments(commands.add_parser("train", help="train a small GPT with a sparse backward pass"))
     profiling.add_arguments(commands.add_parser("profile", help="record some training steps of a model"))
     return top
@@ -403,11 +394,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return 2
     try:
-        runtime.plans_in_use()
-    except ValueError as error:  # of the environment
-        print(f"{given.command}: {error}", file=sys.stderr)
-        return 2
-    try:
         return _command(top, given)
     except KeyboardInterrupt:
         print(f"\n{given.command}: interrupted", file=sys.stderr)
@@ -417,8 +403,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _command(top: argparse.ArgumentParser, given: argparse.Namespace) -> int:
     if given.command == "doctor":
         return doctor()
-    if given.command == "tune":
-        return tuning.main(given, registry.ROOMS)
     if given.command == "train":
         return training.train(given)
     if given.command == "judge":

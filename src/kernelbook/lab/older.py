@@ -23,13 +23,12 @@ from typing import Any
 import torch
 
 import kernelbook
-from kernelbook import plans, runtime
+from kernelbook import runtime
 from kernelbook.lab import baselines, bench, dates, launched, record, timing
 
 __all__ = ["Older", "dates_of", "launch_digests", "listed", "older", "sentence"]
 
 PACKAGE = Path(kernelbook.__file__).parent
-OWN_PLANS = "own plans"  # stands for the digest of rows that nobody else can date
 NOT_DATED = "not dated"
 NOT_MEASURED = "not measured"
 # The GPUs whose rows the book has: nothing else is known of them where they are not.
@@ -56,15 +55,13 @@ def properties_of(gpu: str) -> runtime.DeviceProperties | None:
     return GPUS.get(gpu)
 
 
-def launch_digests(
-    properties: runtime.DeviceProperties, mode: str = "shipped", names: Iterable[str] = bench.CASE_BY_CASE
-) -> Digests:
+def launch_digests(properties: runtime.DeviceProperties, names: Iterable[str] = bench.CASE_BY_CASE) -> Digests:
     """By bench, case and provider of ours the digest of what it launches on a GPU, found by a process that has none.
 
-    ``mode`` is ``shipped`` or ``rules``, see :mod:`kernelbook.plans`. What was found is kept on disk for these sources.
+    What was found is kept on disk for these sources.
     """
-    sources = hashlib.sha256(repr((dataclasses.astuple(properties), mode, sys.version_info)).encode())
-    for path in sorted(path for path in PACKAGE.rglob("*") if path.suffix in (".py", ".json")):
+    sources = hashlib.sha256(repr((dataclasses.astuple(properties), sys.version_info)).encode())
+    for path in sorted(PACKAGE.rglob("*.py")):
         sources.update(path.read_bytes())
     folder = runtime.cache_dir() / "launches" / sources.hexdigest()[:16]
     folder.mkdir(parents=True, exist_ok=True)
@@ -73,15 +70,15 @@ def launch_digests(
         fcntl.flock(lock, fcntl.LOCK_EX)  # chapters that are executed beside each other ask for the same
         missing = [name for name, path in kept.items() if not path.exists()]
         if missing:
-            for name, found in _found_without_gpu(properties, mode, missing).items():
+            for name, found in _found_without_gpu(properties, missing).items():
                 record.replace_file(kept[name], json.dumps(found))
     return {name: json.loads(path.read_text()) for name, path in kept.items()}
 
 
-def _found_without_gpu(properties: runtime.DeviceProperties, mode: str, names: Sequence[str]) -> Digests:
+def _found_without_gpu(properties: runtime.DeviceProperties, names: Sequence[str]) -> Digests:
     hidden = {
         "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1",
-        "KERNELBOOK_PLANS": mode, "PYTHONPATH": os.pathsep.join(sys.path),
+        "PYTHONPATH": os.pathsep.join(sys.path),
     }  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-m", "kernelbook.lab.older", "--launches", *names],
@@ -124,16 +121,13 @@ def _first_call(code: str) -> Callable[[], object]:
 
 def dates_of(one: bench.Bench) -> Callable[[timing.Case, str], dict[str, str]]:
     """For a run on the GPU at hand: from a case and a provider to the columns :data:`record.DATES`."""
-    properties, mode = runtime.properties(), runtime.plans_in_use()
-    own = mode == "tuned" and plans.own_plans(properties.name).exists()  # nobody else has them
-    found = {} if own else launch_digests(properties, "rules" if mode == "rules" else "shipped", [one.name])
+    found = launch_digests(runtime.properties(), [one.name])
     host = dates.host_digest(one.library)
 
     def of(case: timing.Case, provider: str) -> dict[str, str]:
         if not record.is_ours(provider):
             return {"launches": "", "host": "", "peer": baselines.peer_version(provider, one.baselines)}
-        launches = OWN_PLANS if own else found[one.name].get(str(case), {}).get(provider, "")
-        return {"launches": launches, "host": host, "peer": ""}
+        return {"launches": found[one.name].get(str(case), {}).get(provider, ""), "host": host, "peer": ""}
 
     return of
 
@@ -193,7 +187,7 @@ def _older_on(gpu: str, stem: str, digests: Digests) -> Iterator[Older]:
         rows = pd.read_json(path, lines=True, dtype=False) if path.suffix == ".jsonl" else pd.read_csv(path, dtype=str)
         rows = rows.assign(**{name: "" for name in record.DATES if name not in rows.columns}).fillna("")
         if path.stem in dates.DATED:
-            digest = dates.sources_digest(path.stem, gpu)
+            digest = dates.sources_digest(path.stem)
             column = "launches" if set(record.KEY) <= {*rows} else "sources"
             behind = rows.get(column, "") != digest
             if column == "launches":
@@ -231,8 +225,6 @@ def _cases_of(stem: str, names: Iterable[str]) -> list[str]:
 def _older_columns(case: Any, digests: Mapping[str, str], host: str | None) -> list[str]:
     """The columns of a case's rows that are older: its launches, else the host's path and the peers' versions."""
     ours = case["provider"].map(record.is_ours)
-    if any(case["launches"] == OWN_PLANS):
-        return [NOT_DATED]
     if any(row["launches"] != digests.get(row["provider"]) for _, row in case[ours].iterrows()):
         return ["launches"]
     found = ["host"] if any((case["host_us"] != "") & ours & (case["host"] != host)) else []

@@ -73,8 +73,7 @@ LATER_COLUMNS = {
     "host_us": "nan", "gpus": "1", "empty_us": "nan", "add_host_us": "nan", "setup_s": "nan",
     "launches": "", "host": "", "peer": "", "sources": "",
 }  # fmt: skip
-# What decides the figures of every room, beside its own sources: the plans shipped for all GPUs among it, so that a row's
-# version is the same wherever it is computed.
+# What decides the figures of every room, beside its own sources.
 PACKAGE = Path(__file__).resolve().parents[1]
 SHARED_SOURCES = (
     "launch.py",
@@ -86,7 +85,6 @@ SHARED_SOURCES = (
     "runtime.py",
     "tiles.py",
     "packed",
-    "tuned",
 )
 WRONG = 10.0  # ``err_ratio`` of a row from which on the result is wrong, and its time is compared with nothing
 BOUNDS = ("packed_cublas",)  # providers that do a part of the work only: no peer, since nobody can call one instead
@@ -106,7 +104,7 @@ def source_digest(*places: Path) -> str:
     """Eight hexadecimal digits that change with the Python sources in these folders or files: they tie a row to its code."""
     digest = hashlib.sha256()
     for place in places:
-        for path in [place] if place.is_file() else sorted([*place.glob("*.py"), *place.glob("*.json")]):
+        for path in [place] if place.is_file() else sorted(place.glob("*.py")):
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:8]
 
@@ -201,13 +199,11 @@ def write_results(path: Path, rows: pd.DataFrame, key: Sequence[str] = KEY) -> p
     """Adds ``rows`` to the CSV file at ``path``, replacing those with the same key, and returns the whole table.
 
     Rows that are not replaced keep every character. The new file takes the old one's place in one step. New rows of a file
-    that its sources date (:data:`kernelbook.lab.dates.DATED`) get their digest, for the GPU that they name, wherever the file
-    lies. Raises ``ValueError`` when the columns of the file and of ``rows`` differ.
+    that its sources date (:data:`kernelbook.lab.dates.DATED`) get their digest, wherever the file lies. Raises ``ValueError`` when the columns of the file and of ``rows`` differ.
     """
     import pandas as pd
 
-    gpu = runtime.slug(rows["gpu"].iloc[0]) if "gpu" in rows.columns and len(rows) else path.parent.name
-    if digest := dates.sources_digest(path.stem, gpu):
+    if digest := dates.sources_digest(path.stem):
         rows = _dated(rows, digest)
     rows = rows.fillna({name: value for name, value in LATER_COLUMNS.items() if name in rows.columns}).astype(str)
     if path.exists():

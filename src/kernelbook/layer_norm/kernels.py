@@ -26,7 +26,7 @@ Not handled here: a dimension other than the last (the caller permutes), 2^31 or
 import dataclasses
 
 from kernelbook import runtime  # before Triton, which it sets up
-from kernelbook.plans import Resources, fits, planner, tile_resources
+from kernelbook.plans import Resources, fits, tile_resources
 
 # isort: split
 import triton
@@ -362,14 +362,6 @@ def _layer_norm_bwd_sum_kernel(
 SUM_CONFIG = triton.Config({"BLOCK_G": 64, "BLOCK_N": 16}, num_warps=4)
 
 
-def _forward_allowed(config: triton.Config, n: int, itemsize: int, properties: runtime.DeviceProperties) -> bool:
-    """The tiles are a row's, and a thread has registers for its part of them."""
-    rows, block, blocks = (config.kwargs[name] for name in ("BLOCK_M", "BLOCK_N", "NUM_BLOCKS"))
-    held = rows * blocks * block * max(itemsize, 4) / 4
-    return blocks == triton.cdiv(n, block) <= 16 and held <= 128 * 32 * config.num_warps
-
-
-@planner("layer_norm.forward", _forward_allowed)
 def plan_forward(n: int, itemsize: int, properties: runtime.DeviceProperties) -> triton.Config | None:
     """The tiles for rows of ``n`` elements of ``itemsize`` bytes, or ``None`` where a row is too large for registers.
 
@@ -463,20 +455,6 @@ class BackwardPlan:
     per_sm: int
 
 
-def _backward_allowed(
-    plan: BackwardPlan, n: int, itemsize: int, aligned: bool, sums: int, added: bool, properties: runtime.DeviceProperties
-) -> bool:  # fmt: skip
-    """The tiles are a row's, and as many programs fit as a multiprocessor is to run; a row that is looped over has one plan."""
-    config, blocks = plan.config, plan.config.kwargs
-    if "SPLIT" not in blocks or blocks["NUM_BLOCKS"] != triton.cdiv(n, blocks["BLOCK_N"] * blocks["SPLIT"]):
-        return False
-    needs, threads = backward_resources(config, itemsize, sums, added), 32 * config.num_warps * plan.per_sm
-    held = threads * needs.registers_per_thread
-    together = threads <= properties.max_threads_per_sm and held <= properties.registers_per_sm
-    return blocks["NUM_BLOCKS"] <= 8 and together and fits(needs, config, properties)
-
-
-@planner("layer_norm.backward", _backward_allowed)
 def plan_backward(
     n: int, itemsize: int, aligned: bool, sums: int, added: bool, properties: runtime.DeviceProperties
 ) -> BackwardPlan:

@@ -234,7 +234,7 @@ def _plan(
     launch = launcher(
         kernel, EPS=eps, HAS_MEAN=has_mean, HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None,
         HAS_BIAS=bias is not None, HAS_STATISTICS=record, ACC=tl_accumulator(total),
-        **config.kwargs, num_warps=config.num_warps,
+        **config.kwargs, num_warps=config.num_warps, repeatable=True,
     )  # fmt: skip
     grid = (cdiv(m, config.kwargs.get("BLOCK_M", 1)),)
     return _ForwardPlan(m, n, readable, row_stride(x), row_stride(residual), launch, grid)

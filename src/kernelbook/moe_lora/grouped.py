@@ -183,7 +183,8 @@ def gemm_plan(
     else:
         # A gradient may come expanded; a copy takes less time than to read it an element at a time.
         copies_x = not wide_x and k > 0 and k * x.element_size() % 16 == 0
-        lora = _chosen_strategy(strategy, rows, w.shape, rank, x.dtype, properties)
+        along_n = b is not None and b.stride(1) == 1 and b.stride(2) != 1
+        lora = _chosen_strategy(strategy, rows, w.shape, rank, x.dtype, properties, along_n)
         kernel, height = _rows_kernel(
             rows, x.dtype, layout, wide_x or copies_x, w, lora, rank, has_bias, y_grouped, properties
         )
@@ -198,14 +199,15 @@ def gemm_plan(
 
 
 def _chosen_strategy(
-    strategy: str, rows: int, shape: Any, rank: int, dtype: torch.dtype, properties: runtime.DeviceProperties
+    strategy: str, rows: int, shape: Any, rank: int, dtype: torch.dtype, properties: runtime.DeviceProperties,
+    copies_b: bool,
 ) -> str:  # fmt: skip
-    """How the low-rank product is added: "none", "fused" or "split"."""
+    """How the low-rank product is added: "none", "fused" (which ``copies_b``, or not) or "split"."""
     if rank == 0:
         return "none"
     if strategy == "auto":
         experts, k, n = shape
-        strategy = kernels.choose_strategy(rows, experts, k, n, rank, properties)
+        strategy = kernels.choose_strategy(rows, experts, k, n, rank, properties, copies_b)
     fits = rank <= kernels.FUSED_RANK and dtype != torch.float64 and properties.has_tensor_cores
     return strategy if fits else "split"
 

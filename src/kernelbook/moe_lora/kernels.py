@@ -29,7 +29,6 @@ import functools
 from kernelbook import runtime  # before Triton, which it sets up
 from kernelbook.packed import products
 from kernelbook.packed.kernels import block_scale, load_tile, table
-from kernelbook.plans import fits, matmul_resources, planner
 from kernelbook.tiles import grouped
 
 # isort: split
@@ -643,25 +642,6 @@ ROWS_TILES = (
 )
 
 
-def _rows_allowed(
-    plan: Tiles, rows: int, experts: int, rank: int, itemsize: int, access: str, properties: runtime.DeviceProperties
-) -> bool:  # fmt: skip
-    """16-bit tiles of a height that the route lists and that fit, and that switch to their half, or not."""
-    height, n, k, small = (plan.kwargs[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K", "SMALL_M"))
-    config = triton.Config({}, num_warps=plan.warps, num_stages=plan.stages)
-    needs = matmul_resources(
-        config,
-        rows=height,
-        operands=[(height * k, 2), (k * n, 2)],
-        accumulators=[(height * n, 4), *([(height * max(rank, 16), 4)] if rank else [])],
-        descriptors=[False, access == "boxes"],
-        properties=properties,
-    )
-    known = itemsize == 2 and access != "narrow" and height in ROWS_HEIGHTS and small in (height, max(16, height // 2))
-    return known and 32 <= k <= 128 and n >= (64 if access == "packed" else 32) and fits(needs, config, properties)
-
-
-@planner("moe_lora.rows", _rows_allowed, buckets=("rows",))
 def rows_tiles(
     rows: int, experts: int, rank: int, itemsize: int, access: str, properties: runtime.DeviceProperties
 ) -> Tiles:
@@ -705,25 +685,6 @@ def _rows_tiles_of_all(itemsize: int, access: str, properties: runtime.DevicePro
     return tiles(8, 2, BLOCK_M=128, BLOCK_N=64, BLOCK_K=32, GROUP=8, SMALL_M=128)
 
 
-def _shrink_allowed(
-    plan: Tiles, rows: int, experts: int, k: int, rank: int, itemsize: int, properties: runtime.DeviceProperties
-) -> bool:  # fmt: skip
-    height, block_k, block_r, split = plan.kwargs.values()
-    config = triton.Config({}, num_warps=plan.warps, num_stages=plan.stages)
-    needs = matmul_resources(
-        config,
-        rows=height,
-        operands=[(height * block_k, 2), (block_k * block_r, 2)],
-        accumulators=[(height * block_r, 4)],
-        properties=properties,
-    )
-    known = (
-        itemsize == 2 and plan.warps == 4 and height in (16, 32) and 16 <= block_r <= min(rank, 64) and block_k >= 16
-    )
-    return known and (split == 1 or k >= 512 * split) and fits(needs, config, properties)
-
-
-@planner("moe_lora.thin", _shrink_allowed, buckets=("rows",))
 def shrink_tiles(
     rows: int, experts: int, k: int, rank: int, itemsize: int, properties: runtime.DeviceProperties
 ) -> Tiles:
@@ -746,23 +707,6 @@ def shrink_tiles(
     return tiles(4, 3, BLOCK_M=height, BLOCK_K=128, BLOCK_R=block_r, SPLIT=split)
 
 
-def _wgrad_allowed(
-    plan: Tiles, rows: int, experts: int, columns: int, itemsize: int, properties: runtime.DeviceProperties
-) -> bool:
-    p, q, block_m = plan.kwargs.values()
-    config = triton.Config({}, num_warps=plan.warps, num_stages=plan.stages)
-    needs = matmul_resources(
-        config,
-        rows=q,
-        operands=[(p * block_m, 2), (q * block_m, 2)],
-        accumulators=[(p * q, 4)],
-        properties=properties,
-    )
-    known = itemsize == 2 and 16 <= p <= padded_rank(columns) and q >= 64 and block_m >= 16
-    return known and fits(needs, config, properties)
-
-
-@planner("moe_lora.gram", _wgrad_allowed, buckets=("rows",))
 def wgrad_tiles(rows: int, experts: int, columns: int, itemsize: int, properties: runtime.DeviceProperties) -> Tiles:
     """The tiles of sums over rows, ``columns`` of the narrower operand wide: RANK, or more for dW."""
     if itemsize > 2 or not properties.has_tensor_cores:
@@ -800,21 +744,17 @@ FUSED_RANK = 64  # the widest U that a program of the fused product keeps in reg
 FUSED_ROWS = 64
 
 
-def _strategy_allowed(
-    plan: str, rows: int, experts: int, k: int, n: int, rank: int, properties: runtime.DeviceProperties
-) -> bool:
-    return plan in ("fused", "split")
-
-
-@planner("moe_lora.strategy", _strategy_allowed, buckets=("rows",))
 def choose_strategy(
-    rows: int, experts: int, k: int, n: int, rank: int, properties: runtime.DeviceProperties
-) -> str:  # fmt: skip
+    rows: int, experts: int, k: int, n: int, rank: int, properties: runtime.DeviceProperties, copies_b: bool = False
+) -> str:
     """``"fused"`` or ``"split"``, whichever was measured faster on an H200.
 
     Fused repeats X A^T in every column of tiles, n / 256 times. With few rows
     that is free, since reading W takes all the time, and one launch less is
     worth more. With more rows split is as fast or faster: clearly with few
-    large experts, hardly with many small ones.
+    large experts, hardly with many small ones. Where fused ``copies_b``, as
+    in the backward pass, all experts' copies take longer than a second launch:
+    75.8 -> 63.1 us for 8 rows of 128 experts on an H100, 63.7 -> 52.8 on an
+    H200 (k = 1536, n = 2048, rank 16).
     """
-    return "fused" if rows <= FUSED_ROWS and not properties.same_bits else "split"
+    return "fused" if rows <= FUSED_ROWS and not copies_b and not properties.same_bits else "split"

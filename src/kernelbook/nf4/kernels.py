@@ -21,7 +21,6 @@ strided packed bytes.
 
 from kernelbook import runtime  # before Triton, which it sets up
 from kernelbook.packed import products
-from kernelbook.plans import planner
 
 # isort: split
 import triton
@@ -30,13 +29,6 @@ import triton.language as tl
 NESTED_BLOCK = 256  # absmax values that share one nested absmax
 
 
-def _words_allowed(config: triton.Config, double_quant: bool, properties: runtime.DeviceProperties) -> bool:
-    """A lane looks up 8 to 64 elements, and a tile's blocks lie in no more than two nested ones."""
-    words = config.kwargs["BLOCK_W"] * config.kwargs["UNROLL"]
-    return 32 * config.num_warps <= words <= min(768, 256 * config.num_warps) and config.kwargs["SPAN"] in (16, 32)
-
-
-@planner("nf4.dequantize", _words_allowed)
 def words_config(double_quant: bool, properties: runtime.DeviceProperties) -> triton.Config:
     """UNROLL words a lane. Every SPAN-th program prefetches for SPAN others,
     AHEAD programs later: about as many as an H200 runs at a time.
@@ -321,14 +313,6 @@ def for_tensor_cores(m: int, n: int, k: int, block_size: int, properties: runtim
 MATMUL_TOKENS = 8  # of them in one program: x and the sums of a row stay in registers
 
 
-def _matmul_allowed(config: triton.Config, tokens: int, n: int, properties: runtime.DeviceProperties) -> bool:
-    """A warp alone, with registers for the words in flight and for the sums."""
-    rows, unroll = config.kwargs["ROWS"], config.kwargs["UNROLL"]
-    alone = config.num_warps == 1 and config.kwargs["BLOCK_W"] == 32
-    return alone and rows in (1, 2, 4) and rows * unroll in (1, 2, 4, 8) and rows * tokens <= 16
-
-
-@planner("nf4.matmul", _matmul_allowed)
 def matmul_config(tokens: int, n: int, properties: runtime.DeviceProperties) -> triton.Config:
     """One warp a program: the code book is then looked up in the other lanes' registers, without a barrier.
 

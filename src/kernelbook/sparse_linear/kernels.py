@@ -26,7 +26,6 @@ import dataclasses
 import math
 
 from kernelbook import runtime  # before Triton, which it sets up
-from kernelbook.plans import fits, matmul_resources, planner
 from kernelbook.tiles import grouped
 
 # isort: split
@@ -596,10 +595,8 @@ class _Tiles:
 
 # By bytes an element. The thresholds for 16 bits are where the measured order of the tiles changes on an H200, over five
 # shapes and seven active fractions. A small problem needs many programs to reach every multiprocessor; a large one is
-# fastest with the tile that reads least for its arithmetic. In between, programs that are few are up to 16% faster with one
-# a multiprocessor and five stages, and others slower: plans say where (``kernelbook/tuned``). 132 programs of 128 x 256 read
-# fewest strips as a block of 16 x 8, hence groups of 16. float32 and float64 are packed and multiplied by cuBLAS, so that
-# theirs only have to be right.
+# fastest with the tile that reads least for its arithmetic. 132 programs of 128 x 256 read fewest strips as a block of
+# 16 x 8, hence groups of 16. float32 and float64 are packed and multiplied by cuBLAS, so that theirs only have to be right.
 TILES = {
     2: (
         _Tiles(1.2e9, 64, 64, 64, 4, 4, 8),
@@ -610,6 +607,14 @@ TILES = {
     4: (_Tiles(math.inf, 64, 64, 32, 4, 3, 8),),
     8: (_Tiles(math.inf, 32, 32, 16, 4, 2, 8),),
 }
+# Both products in one launch, by descriptors, with tiles of 64 x 128. Up to 2.5 programs a multiprocessor, a fifth stage hides
+# more latency than a second program that runs beside the first: 19.7 -> 17.0 us at m = 2048, d_in = 1024, active = 512 on an
+# H200 (19.3 -> 17.3 on an H100; 18.9 -> 16.6 with 256). From 2.9 programs on, four stages are as fast or faster.
+FEW_PROGRAMS, FEW_PROGRAMS_STAGES = 2.5, 5
+# With so few active features a tile of dX is two steps and its store: small tiles, several a multiprocessor, overlap the
+# stores of some with the loads of others, and dW's few tiles are shared by two programs. 136 -> 108 us at m = 8192,
+# d_in = 6912, active = 128 on an H100.
+NARROW, NARROW_TILES = 128, _Tiles(math.inf, 64, 128, 32, 4, 4, 8)
 # From so many operations a product on, copying the active features for cuBLAS is faster than reading them in place: where
 # loads are narrower than 16 bytes, and where they are ordinary ones because a box would reach over the end of a chunk.
 # Measured on an H200 with chunks of 16 to 100 features.
@@ -647,7 +652,7 @@ def strategy(
     return "packed" if 2.0 * m * d_in * active > (most if aligned else SMALL_FLOP) else "tiles"
 
 
-@dataclasses.dataclass(frozen=True, eq=False)  # a plan is a key of caches, by which object it is
+@dataclasses.dataclass(frozen=True)
 class Plan:
     """How one launch is cut: tiles, into how many shares the reduction of dW is split."""
 
@@ -675,36 +680,6 @@ def _choices(itemsize: int, boxes: bool, properties: runtime.DeviceProperties) -
     return POINTER_TILES if properties.has_tma else POINTER_TILES[:-1]
 
 
-def _fits(config: triton.Config, itemsize: int, boxes: bool, properties: runtime.DeviceProperties) -> bool:
-    """Whether tiles of 16 bits fit; operands of other dtypes are packed, and multiplied by cuBLAS."""
-    r, d, k = (config.kwargs[name] for name in ("BLOCK_R", "BLOCK_D", "BLOCK_K"))
-    needs = matmul_resources(
-        config,
-        rows=r,
-        operands=[(r * k, itemsize), (d * k, itemsize)],
-        accumulators=[(r * d, 4)],
-        descriptors=boxes,
-        properties=properties,
-    )
-    return itemsize == 2 and min(r, d, k) >= 16 and max(r, d) <= 256 and fits(needs, config, properties)
-
-
-def _backward_allowed(
-    plan: Plan,
-    m: int,
-    d_in: int,
-    active: int,
-    itemsize: int,
-    with_dw: bool,
-    with_dx: bool,
-    boxes: bool,
-    properties: runtime.DeviceProperties,
-) -> bool:
-    split = plan.split == 1 or (with_dw and m // plan.split >= 128)
-    return plan.boxes == boxes and split and _fits(plan.config, itemsize, boxes, properties)
-
-
-@planner("sparse_linear.backward", _backward_allowed, buckets=("m", "active"))
 def plan_backward(
     m: int,
     d_in: int,
@@ -722,25 +697,24 @@ def plan_backward(
         with_dw, with_dx: which products the launch has. boxes: whether tensor descriptors read the operands.
     """
     flop = 2.0 * m * d_in * active * (with_dw + with_dx)
-    config = _config(_choices(itemsize, boxes, properties), flop, itemsize, properties)
-    split = 1
+    choices, both = _choices(itemsize, boxes, properties), boxes and with_dw and with_dx
+    config = _config(choices, flop, itemsize, properties)
+    split, r, d = 1, config.kwargs["BLOCK_R"], config.kwargs["BLOCK_D"]
+    if both and active <= NARROW and r > NARROW_TILES.r:
+        return Plan(_config((NARROW_TILES,), flop, itemsize, properties), 2 if m >= 4096 else 1, boxes)
     if with_dw:
-        r, d = config.kwargs["BLOCK_R"], config.kwargs["BLOCK_D"]
         # What each multiprocessor has to do, in steps of a tile's reduction: a tile of dW has m of them, one of dX active.
         steps = flop / (2 * r * d) / properties.num_sms
         # A share shorter than that would not pay for the second pass; in small launches that pass is cheap too.
         shortest = 512 if flop <= SMALL_FLOP else 2048
         split = max(1, min(16, int(m // max(steps, shortest))))
+    programs = -(-d_in // d) * (-(-active // r) * split + -(-m // r))
+    if both and (r, d) == (64, 128) and programs <= FEW_PROGRAMS * properties.num_sms:
+        choices = tuple(dataclasses.replace(t, stages=FEW_PROGRAMS_STAGES) for t in choices)
+        config = _config(choices, flop, itemsize, properties)
     return Plan(config, split, boxes)
 
 
-def _forward_allowed(
-    plan: Plan, m: int, d_in: int, active: int, itemsize: int, properties: runtime.DeviceProperties
-) -> bool:
-    return plan.split == 1 and not plan.boxes and _fits(plan.config, itemsize, False, properties)
-
-
-@planner("sparse_linear.forward", _forward_allowed, buckets=("m", "active"))
 def plan_forward(m: int, d_in: int, active: int, itemsize: int, properties: runtime.DeviceProperties) -> Plan:
     """The tiles of the forward pass: by its operations too. It reads by ordinary loads, with fewer operands to address."""
     choices = tuple(dataclasses.replace(t, stages=min(t.stages, 3)) for t in TILES[itemsize])

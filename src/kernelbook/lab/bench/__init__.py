@@ -1,6 +1,6 @@
 """What is measured: one :class:`Bench` each for the rooms, for modules and whole models, for several GPUs and for the studies.
 
-Commands, figures, the tuner and the tools all read this list. Importing it imports none of the benches.
+Commands, figures and the tools all read this list. Importing it imports none of the benches.
 """
 
 import dataclasses
@@ -40,7 +40,6 @@ class Bench:
         method: raised by hand when how or on what is measured changes.
         cases: what is measured, case by case.
         models: further cases, at the sizes of published models; their file is ``models.csv``.
-        tuning_cases: what ``tune`` measures, those that matter most first, or what has the user's sizes.
         checks: small checks of correctness, for ``doctor``.
         host_calls: small calls, whose cost is the host's.
         extras: tables of another kind as they come: the stem of the file, the table and its key.
@@ -58,7 +57,6 @@ class Bench:
     method: int = 1
     cases: Callable[[], Iterable["Case"]] | None = None
     models: Callable[[], Iterable["Case"]] = tuple
-    tuning_cases: Callable[[Mapping[str, float] | None], Iterable["Case"]] | None = None
     checks: Callable[[], list["Verdict"]] = list
     host_calls: Callable[[], Mapping[str, Callable[[], object]]] = dict
     extras: Callable[[], Iterator[tuple[str, "pd.DataFrame", Sequence[str]]]] | None = None

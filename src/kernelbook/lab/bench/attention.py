@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from kernelbook.lab.models import MODELS
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["BENCH", "SOURCES", "cases", "extras", "host_calls", "small_checks", "tuning_cases"]
+__all__ = ["BENCH", "SOURCES", "cases", "extras", "host_calls", "small_checks"]
 
 SOURCES = (record.PACKAGE / "attention", Path(__file__))
 # B, H, H_kv, N, D, causal
@@ -464,24 +464,6 @@ def _alone(case: timing.Case, *, slow_ones: bool | None = None) -> timing.Case:
     )
 
 
-def tuning_cases(shape: Mapping[str, float] | None = None) -> Iterator[timing.Case]:
-    """What ``tune`` measures: documented shapes, or one with the sizes B, H, H_kv, N, S, D, and causal=1."""
-    if shape is not None:
-        b, h, h_kv, n, s, d = (int(shape[name]) for name in ("B", "H", "H_kv", "N", "S", "D"))
-        if n != s:
-            yield _alone(_decode_case((b, h, h_kv, n, s, d)))
-            return
-        whole = [(b, h, h_kv, n, d, bool(shape.get("causal", 0)))]
-    else:
-        yield from map(_alone, map(_decode_case, DECODED))
-        yield from (_decode_case(decoded, page=PAGE) for decoded in PAGED)
-        yield from map(_alone, models())
-        whole = [*SHAPES, *((4, FEATURES // d, FEATURES // d, 4096, d, True) for d in (80, 256))]
-    for sizes in whole:
-        yield _alone(_case("forward", sizes))
-        yield _alone(_case("backward", sizes))
-
-
 def models() -> Iterator[timing.Case]:
     """The heads of this year's models, on a prompt of 4,096 tokens and on one of 1,000; and one query to 4,096 keys."""
     for name in WITH_HEADS:
@@ -576,7 +558,6 @@ BENCH = Bench(
     | {"flashinfer": "flashinfer-python"},
     cases=cases,
     models=models,
-    tuning_cases=tuning_cases,
     checks=small_checks,
     host_calls=host_calls,
     extras=extras,

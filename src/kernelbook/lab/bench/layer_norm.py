@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,7 +32,6 @@ __all__ = [
     "count_wrong_runs",
     "extras",
     "small_checks",
-    "tuning_cases",
 ]
 
 SOURCES = (record.PACKAGE / "layer_norm", Path(__file__))
@@ -331,17 +330,6 @@ def models() -> Iterator[timing.Case]:
             yield _case(mode, 1000, n, torch.bfloat16, with_compile=False)
 
 
-def tuning_cases(shape: Mapping[str, float] | None = None) -> Iterator[timing.Case]:
-    """What ``tune`` measures: the documented shapes, or one with the sizes M and N."""
-    sweep = [(SWEEP_M, n) for n in SWEEP_N if (SWEEP_M, n) not in NAMED_SHAPES]
-    widths = [(8192, n) for n in sorted({model.hidden for model in MODELS.values()})]
-    for m, n in [*NAMED_SHAPES, *widths, *sweep] if shape is None else [(int(shape["M"]), int(shape["N"]))]:
-        yield _case("backward", m, n, torch.bfloat16, with_compile=None)
-        yield _rms_case("backward", m, n, with_compile=None)
-        yield _rms_case("backward", m, n, residual=True, with_compile=None)
-        yield _case("forward", m, n, torch.bfloat16, with_compile=None)  # RMSNorm's has the same plan
-
-
 def small_checks() -> list[check.Verdict]:
     """A correctness check of each public function at a small size, for ``doctor``."""
     torch.manual_seed(0)
@@ -454,7 +442,6 @@ BENCH = Bench(
     baselines={"torch": "torch", "torch.compile": "torch", "liger": "liger-kernel", "quack": "quack-kernels"},
     cases=cases,
     models=models,
-    tuning_cases=tuning_cases,
     checks=small_checks,
     host_calls=host_calls,
     extras=extras,

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,6 @@ __all__ = [
     "host_calls",
     "projections",
     "small_checks",
-    "tuning_cases",
 ]
 
 SOURCES = (record.PACKAGE / "moe_lora", Path(__file__))
@@ -515,22 +514,6 @@ def cases() -> Iterator[timing.Case]:
     yield _first_call()
 
 
-def tuning_cases(shape: Mapping[str, float] | None = None) -> Iterator[timing.Case]:
-    """What ``tune`` measures: the products of the documented models, or those of one shape E, K, N, k, T, r."""
-    if shape is not None:
-        experts, k, n, slots, tokens, rank = (int(shape[name]) for name in ("E", "K", "N", "k", "T", "r"))
-        shapes = [Shape(experts, k, n, slots, tokens, rank)]
-    else:
-        shapes = [shape for model in MODELS for shape in projections(model).values()]
-        many = projections("Qwen3-30B-A3B")["gate_up"]
-        shapes += [dataclasses.replace(many, tokens=tokens) for tokens in (1, 4, 16, 64, 256)]
-    for sizes in shapes:
-        yield _case("scatter2scatter", "forward", sizes, _base)
-        yield _case("moe_lora", "forward_backward", sizes, _step)
-    if shape is None:
-        yield from models()
-
-
 def models() -> Iterator[timing.Case]:
     """The experts of this year's models at 2,048 tokens; of the largest the share of one GPU of four."""
     for model in LATEST.values():
@@ -715,7 +698,6 @@ BENCH = Bench(
     | {"grouped_nf4_gemm": "grouped-nf4-gemm"},
     cases=cases,
     models=models,
-    tuning_cases=tuning_cases,
     checks=small_checks,
     host_calls=host_calls,
 )

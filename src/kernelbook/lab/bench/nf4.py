@@ -15,7 +15,7 @@ half of them read, and ``fill_`` writes the output alone. Neither is a lower bou
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from kernelbook.lab.timing import Case, Problem
 from kernelbook.nf4.op import NF4Tensor, nf4_dequantize, nf4_matmul, nf4_quantize
 from kernelbook.nf4.reference import nested_absmax_reference, nf4_dequantize_reference
 
-__all__ = ["BENCH", "SOURCES", "cases", "host_calls", "small_checks", "tuning_cases"]
+__all__ = ["BENCH", "SOURCES", "cases", "host_calls", "small_checks"]
 
 SOURCES = (record.PACKAGE / "nf4", Path(__file__))
 EXPERTS, ROWS, COLS, BLOCK_SIZE = 256, 1024, 2048, 64
@@ -257,25 +257,6 @@ def cases() -> Iterator[Case]:
                 yield _matmul_case((8, rows, cols), tokens, BLOCK_SIZE, double_quant)
 
 
-def tuning_cases(shape: Mapping[str, float] | None = None) -> Iterator[Case]:
-    """What ``tune`` measures: the documented shapes, or one with the sizes E, rows, cols and active, or tokens=..."""
-    for double_quant in (False, True):
-        if shape is not None:
-            sizes = int(shape["E"]), int(shape["rows"]), int(shape["cols"])
-            if "tokens" in shape:
-                yield _matmul_case(sizes, int(shape["tokens"]), BLOCK_SIZE, double_quant)
-            else:
-                yield _case(sizes, int(shape["active"]), BLOCK_SIZE, double_quant)
-            continue
-        for active in (64, 256, 8):  # one plan for all numbers of experts
-            yield _case((EXPERTS, ROWS, COLS), active, BLOCK_SIZE, double_quant)
-        for rows, cols in ((ROWS, COLS), (14336, 4096)):
-            for tokens in (1, 4, 8):
-                yield _matmul_case((8, rows, cols), tokens, BLOCK_SIZE, double_quant)
-    if shape is None:
-        yield from models()
-
-
 def models() -> Iterator[Case]:
     """Matrices of this year's models: eight of 32 experts made dense, and one matrix times one token and 16."""
     for model in MODELS.values():
@@ -335,7 +316,6 @@ BENCH = Bench(
     left_out=(f"axolotl for experts of more than {MOST_OF_AXOLOTL:,} elements (its launch grid is too large)",),
     cases=cases,
     models=models,
-    tuning_cases=tuning_cases,
     checks=small_checks,
     host_calls=host_calls,
 )

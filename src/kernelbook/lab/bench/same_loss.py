@@ -280,7 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with replacing(given.base) as file:
                 torch.save(base, file)
     about = {"run": record.new_run(), **record.environment(record.package_version(*SOURCES))}
-    about["sources"] = dates.sources_digest(STEM, runtime.device_slug())
+    about["sources"] = dates.sources_digest(STEM)
     failed = 0
     for seed in given.seeds:
         for way in given.ways:

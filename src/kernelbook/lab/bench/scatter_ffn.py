@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,6 @@ __all__ = [
     "fused_ffn",
     "host_calls",
     "small_checks",
-    "tuning_cases",
 ]
 
 SOURCES = (record.PACKAGE / "scatter_ffn", Path(__file__))
@@ -290,23 +289,6 @@ def models() -> Iterator[timing.Case]:
             yield ffn_case(Shape(k, n, True, "silu"), m, 0.1)
 
 
-def tuning_cases(shape: Mapping[str, float] | None = None) -> Iterator[timing.Case]:
-    """What ``tune`` measures: the documented shapes, or one with the sizes M, K and N, the active fraction, and gated=1."""
-    if shape is not None:
-        gated = bool(shape.get("gated", 0))
-        network = Shape(int(shape["K"]), int(shape["N"]), gated, "silu" if gated else "relu")
-        yield ffn_case(network, int(shape["M"]), shape["active"])
-        return
-    for fraction in sorted(FRACTIONS, key=lambda fraction: abs(fraction - 0.1)):
-        for network in (PLAIN, LLAMA):
-            for m in TOKENS:
-                yield ffn_case(network, m, fraction)
-        if fraction == 0.1:
-            yield from models()
-    for m in (4, 32, 64, 256):
-        yield ffn_case(PLAIN, m, 0.1)
-
-
 def fused_ffn(
     x: torch.Tensor, w_up: torch.Tensor, w_down: torch.Tensor, neurons: torch.Tensor, *, activation: str = "relu",
     block_l: int = 32, add: bool = True,
@@ -428,7 +410,6 @@ BENCH = Bench(
     baselines={"dense": "torch", "gather": "torch"},
     cases=cases,
     models=models,
-    tuning_cases=tuning_cases,
     checks=small_checks,
     host_calls=host_calls,
     extras=extras,

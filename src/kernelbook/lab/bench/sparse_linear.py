@@ -1,7 +1,7 @@
 """What is measured of ``sparse_linear``: the sparse backward pass beside the dense one and what PyTorch users would write."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from kernelbook.sparse_linear.reference import (
     sparse_linear_reference,
 )
 
-__all__ = ["BENCH", "SOURCES", "backward_case", "cases", "host_calls", "small_checks", "tuning_cases"]
+__all__ = ["BENCH", "SOURCES", "backward_case", "cases", "host_calls", "small_checks"]
 
 SOURCES = (record.PACKAGE / "sparse_linear", Path(__file__))
 CHUNK = 64
@@ -301,20 +301,6 @@ def models() -> Iterator[timing.Case]:
             yield backward_case((8192, k, n), fraction)
 
 
-def tuning_cases(shape: Mapping[str, float] | None = None) -> Iterator[timing.Case]:
-    """What ``tune`` measures: the documented shapes, or one with the sizes M, d_in and d_out, and the active fraction."""
-    shapes = SHAPES if shape is None else ((int(shape["M"]), int(shape["d_in"]), int(shape["d_out"])),)
-    fractions = (0.1, 0.25, 0.5, 0.05, 0.02, 0.75, 1.0) if shape is None else (shape["active"],)
-    for fraction in fractions:
-        for sizes in shapes:
-            yield backward_case(sizes, fraction)
-        for wanted in ("dw", "dx"):
-            yield backward_case(shapes[-1], fraction, wanted=wanted)
-        yield _forward_case(shapes[-1], fraction, torch.bfloat16)
-        if shape is None and fraction == fractions[0]:
-            yield from models()
-
-
 def small_checks() -> list[check.Verdict]:
     """A correctness check of each public function at a small size, for ``doctor``."""
     torch.manual_seed(0)
@@ -374,7 +360,6 @@ BENCH = Bench(
     baselines=dict.fromkeys(("dense", "python_loop", "gather_cublas", "packed_cublas"), "torch"),
     cases=cases,
     models=models,
-    tuning_cases=tuning_cases,
     checks=small_checks,
     host_calls=host_calls,
 )

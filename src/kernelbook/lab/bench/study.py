@@ -499,7 +499,7 @@ class Study:
             "probe_energy": [round(r["energy"], 4) for r in probed],
             "tokens_per_second": round(statistics.median(r["tokens_per_second"] for r in records if "tokens_per_second" in r)),
             "corpus": self.data.digest, "vocab_size": self.data.vocab_size,
-            **self.about, "sources": dates.sources_digest(f"{STEM}_curves", self.out.name),
+            **self.about, "sources": dates.sources_digest(f"{STEM}_curves"),
         }  # fmt: skip
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a") as file:
