@@ -30,7 +30,7 @@ import torch
 import warm_python
 from stand_in import stand_in_for
 
-from kernelbook import plans, runtime
+from kernelbook import operators, runtime
 from kernelbook.lab import remembered_types
 
 # isort: split
@@ -140,7 +140,7 @@ if runtime.INTERPRET:
 @pytest.fixture(autouse=True)
 def _settled(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """A known seed, one thread for each worker, a cache of its own, and no plans: a test may change what they are made of."""
-    plans.forget()
+    operators.forget_plans()
     torch.manual_seed(0)
     torch.set_num_threads(1)
     monkeypatch.setenv("KERNELBOOK_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))

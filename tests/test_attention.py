@@ -18,7 +18,7 @@ from tensors import call_with, label, randn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import kernelbook as kb
-from kernelbook import check, memory, plans, runtime
+from kernelbook import check, memory, operators, runtime
 from kernelbook.attention import (
     backward,
     causal_mask_reference,
@@ -141,9 +141,9 @@ def test_no_less_exact_than_pytorchs(causal: bool, dtype: torch.dtype) -> None:
 @pytest.fixture
 def fresh_plans() -> Iterator[None]:
     """For tests that change how plans are made."""
-    plans.forget()
+    operators.forget_plans()
     yield
-    plans.forget()
+    operators.forget_plans()
 
 
 def _tiles(m: int, n: int, d: int) -> kernels.triton.Config:

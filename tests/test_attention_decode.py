@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tensors import call_with, label, randn
 
 import kernelbook as kb
-from kernelbook import arguments, check, launch, operators, plans, runtime
+from kernelbook import arguments, check, launch, operators, runtime
 from kernelbook.attention import (
     append_to_pages_reference,
     flash_attention_reference,
@@ -30,7 +30,7 @@ def split_into(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]
     """Once called, keys are split over so many programs, in tiles of 16, and the columns of the result into pieces."""
 
     def split(splits: int, pieces: int = 1) -> None:
-        plans.forget()
+        operators.forget_plans()
         monkeypatch.setattr(kernels_decode, "_splits", lambda *_: (0.0, splits))
         monkeypatch.setattr(kernels_decode, "_pieces", lambda *_: [pieces])
 
@@ -42,7 +42,7 @@ def split_into(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]
         monkeypatch.setattr(kernels_decode, "_tiles", tiles)
 
     yield split
-    plans.forget()
+    operators.forget_plans()
 
 
 def _qkv(b: int, h: int, h_kv: int, n: int, s: int, d: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -298,7 +298,7 @@ def test_generating_from_pages_is_generating_from_a_cache() -> None:
 @pytest.mark.parametrize("window", (None, 30))
 def test_a_cache_that_grows_keeps_its_kernel(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """One for each 64 keys that there is room for, and one from where the window holds all keys; checks stay what they are."""
-    plans.forget()
+    operators.forget_plans()
     made, real = [], kernels_decode.plan
     monkeypatch.setattr(kernels_decode, "plan", lambda *sizes: made.append(sizes[2]) or real(*sizes))
     q, k, v = _qkv(1, 4, 2, 2, 140, 16, dtype=torch.float32)
@@ -500,7 +500,7 @@ def test_bitwise_reproducible() -> None:
 @pytest.mark.parametrize("n", (1, 40))
 def test_each_call_launches_once(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a plan that was made for other tensors of its kind too; where tensors begin elsewhere, and where somebody looks on."""
-    plans.forget()
+    operators.forget_plans()
     launched, real = [], launch.Launch.__call__
     monkeypatch.setattr(launch.Launch, "__call__", lambda *args: launched.append(args) or real(*args))
     for _ in range(5):

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import triton
 from tensors import randn
 
-from kernelbook import check, plans, runtime
+from kernelbook import check, operators, runtime
 from kernelbook.lab.compiled import compile_calls
 from kernelbook.layer_norm import kernels, rms_norm_reference
 from kernelbook.nf4 import kernels as nf4_kernels
@@ -87,10 +87,10 @@ def _small_tiles(
     monkeypatch.setattr(kernels, "plan_forward", lambda *_: forward)
     monkeypatch.setattr(kernels, "looped_config", lambda *_: triton.Config({"BLOCK_N": 64}, num_warps=4))
     monkeypatch.setattr(kernels, "plan_backward", lambda *_: kernels.BackwardPlan(backward, 2))
-    plans.forget()
+    operators.forget_plans()
     yield
     monkeypatch.undo()
-    plans.forget()
+    operators.forget_plans()
 
 
 @pytest.fixture
@@ -260,10 +260,10 @@ def _small_nf4_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(nf4_kernels, "quantize_config", lambda _: triton.Config({"BLOCKS": 2}, num_warps=1))
     monkeypatch.setattr(nf4_kernels, "matmul_config", lambda *_: triton.Config(matmul, num_warps=1))
     monkeypatch.setattr(nf4_kernels, "MATMUL_TOKENS", 2)
-    plans.forget()
+    operators.forget_plans()
     yield
     monkeypatch.undo()
-    plans.forget()
+    operators.forget_plans()
 
 
 @pytest.mark.skipif(not runtime.INTERPRET, reason="tiles that no GPU would be given")

@@ -14,7 +14,7 @@ import torch
 import triton
 from tensors import randn
 
-from kernelbook import arguments, check, plans, runtime
+from kernelbook import arguments, check, operators, runtime
 from kernelbook.moe_lora import grouped, kernels, moe_lora_reference, op
 from kernelbook.moe_lora.routing import tiles_of_height
 from kernelbook.scatter_ffn import kernels as ffn_kernels
@@ -28,9 +28,9 @@ def _tiles(of: Any = ffn_kernels, **configs: Any) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name, config in configs.items():
             patch.setattr(of, name, (lambda *_, c=config: c) if callable(getattr(of, name)) else config)
-        plans.forget()
+        operators.forget_plans()
         yield
-    plans.forget()
+    operators.forget_plans()
 
 
 # --- moe_lora -------------------------------------------------------------------------------------------------------

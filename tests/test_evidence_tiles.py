@@ -14,7 +14,7 @@ import triton
 from tensors import randn
 from triton.runtime import interpreter
 
-from kernelbook import arguments, check, plans, runtime
+from kernelbook import arguments, check, operators, runtime
 from kernelbook.attention import flash_attention_reference, paged_attention_reference
 from kernelbook.attention import kernels as attention_kernels
 from kernelbook.attention import kernels_decode as decode_kernels
@@ -40,10 +40,10 @@ pytestmark = pytest.mark.skipif(not runtime.INTERPRET, reason="tiles that no GPU
 @pytest.fixture(autouse=True)
 def _forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No plan outlives a test."""
-    plans.forget()
+    operators.forget_plans()
     yield
     monkeypatch.undo()
-    plans.forget()
+    operators.forget_plans()
 
 
 # --- sparse_linear --------------------------------------------------------------------------------------------------
@@ -253,7 +253,7 @@ def test_decoding(n: int, height: int, splits: int, pieces: int, late: bool, mon
     blocks = {"BLOCK_M": height, "BLOCK_N": 16, "BLOCK_D": 64, "PIECES": pieces, "Q_LATE": late, "STAGES": 1}
     plan = triton.Config(blocks, num_warps=4, num_stages=1), splits
     monkeypatch.setattr(decode_kernels, "tiles_and_splits", lambda *_: plan)
-    plans.forget()
+    operators.forget_plans()
     b, h_kv, group, s, page = 3, 2, 4, 90, 16
     q = randn(b, h_kv * group, n, 64).half()
     lengths = torch.tensor([90, 37, 0], device=q.device)
@@ -271,7 +271,7 @@ def test_decoding(n: int, height: int, splits: int, pieces: int, late: bool, mon
         table[1, 1] = -3  # a page that is not there
         inputs = {"q": q, "k_pages": pages[0], "v_pages": pages[1], "block_table": table, "lengths": lengths}
         check.check_op(kb.paged_attention, paged_attention_reference, inputs)
-    plans.forget()
+    operators.forget_plans()
 
 
 def _among_nan(tensor: torch.Tensor, rows: int = 0) -> torch.Tensor:
@@ -370,7 +370,7 @@ def _small_moe_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("packed", (False, True))
 def test_moe_lora(strategy: str, packed: bool) -> None:
     """Two tiles of rows of an expert, of columns, of sums and of the rank; slots to skip; programs that route together."""
-    plans.forget()
+    operators.forget_plans()
     tokens, experts, slots, k, n, rank = 45, 5, 3, 64, 40, 20
     ids = torch.rand(tokens, experts, device=runtime.DEVICE).argsort(1)[:, :slots]
     ids[::4, 1] = experts
@@ -400,14 +400,14 @@ def test_moe_lora(strategy: str, packed: bool) -> None:
                 given,
                 grads=tuple(given),
             )
-    plans.forget()
+    operators.forget_plans()
 
 
 def test_elementwise_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nn_kernels, "BLOCK_I", 16)
     monkeypatch.setattr(nn_kernels, "ROWS", 2)
     monkeypatch.setattr(nn_kernels, "HEADS", 4)
-    plans.forget()
+    operators.forget_plans()
     h = randn(5, 74)
     check.check_op(swiglu, lambda h: F.silu(h[:, :37]) * h[:, 37:], {"h": h}, grads=("h",))
 
@@ -424,7 +424,7 @@ def test_elementwise_modules(monkeypatch: pytest.MonkeyPatch) -> None:
             {"q": q, "k": k},
             grads=("q", "k"),
         )
-    plans.forget()
+    operators.forget_plans()
 
 
 # --- training -------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ ABOVE_THE_ROOMS = {"study", "nn", "distributed", "train", "interop", "lab"}
 DOORS = {
     "reference.py": {"kernelbook": set(), "outside": {"torch"}},
     "kernels.py": {
-        "kernelbook": {"runtime", "plans", "packed", "tiles", "gluon_names"},
+        "kernelbook": {"runtime", "resources", "packed", "tiles", "gluon_names"},
         "outside": {"torch", "triton"},
     },
     "op.py": {
@@ -29,9 +29,7 @@ DOORS = {
             "launch",
             "linear",
             "memory",
-            "observed",
             "operators",
-            "plans",
             "tensors",
             "packed",
             "gluon_names",
@@ -51,7 +49,19 @@ DOORS_THAT_MAY_BE = {
     ),
 }
 # A room is measured by lab/bench/<room>.py.
-BENCH = {"runtime", "check", "arguments", "launch", "memory", "observed", "packed", "study", "tensors", "lab"}
+BENCH = {
+    "runtime",
+    "check",
+    "arguments",
+    "launch",
+    "memory",
+    "operators",
+    "packed",
+    "resources",
+    "study",
+    "tensors",
+    "lab",
+}
 # What kernels of several rooms call, the product that several rooms launch, and the kernels that only read, which benches measure.
 SHARED_BY_KERNELS = {"linear.py", "tiles.py", "lab/floor.py", "packed/kernels.py", "packed/kernels_nvidia.py"}
 OWN_MODULES = {
@@ -145,7 +155,7 @@ def test_imports_keep_the_rules() -> None:
         ("layer_norm/kernels.py", "from kernelbook import check"),
         ("layer_norm/kernels.py", "from kernelbook.lab import timing"),
         ("interop/transformers.py", "from kernelbook.lab import profiling"),
-        ("plans.py", "import kernelbook.lab.timing"),
+        ("resources.py", "import kernelbook.lab.timing"),
         ("layer_norm/kernels.py", "from kernelbook import launch"),
         ("layer_norm/reference.py", "import triton"),
         ("layer_norm/reference.py", "from kernelbook import runtime"),

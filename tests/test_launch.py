@@ -30,7 +30,7 @@ from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import kernelbook as kb
-from kernelbook import interpreter, launch, memory, operators, plans, runtime, train
+from kernelbook import interpreter, launch, memory, operators, runtime, train
 
 # isort: split
 import triton.language as tl
@@ -445,16 +445,6 @@ def test_no_program_has_more_threads_than_a_gpu_runs(tuner: list[Any]) -> None:
 # --- plans ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_oldest_plan_makes_place_for_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans.KeptPlans, "MOST", 3)
-    kept = plans.KeptPlans[str]()
-    for key in range(5):
-        kept.keep(key, str(key))
-    assert list(kept) == [2, 3, 4]
-    plans.forget()
-    assert not kept
-
-
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The forward plans that LayerNorm and RMSNorm make from here on."""
@@ -628,19 +618,3 @@ def test_a_room_that_is_reloaded_declares_its_operators_anew() -> None:
     }
     done = forked.python(textwrap.dedent(code), environment)
     assert done.stdout.strip() == "fine", done.stderr
-
-
-def test_an_operator_that_is_declared_twice_is_the_second_one() -> None:
-    def declared(factor: float) -> Any:
-        return launch.operator(
-            "declared_twice(Tensor x) -> Tensor", outputs=torch.empty_like, run=lambda x: x * factor,
-            setup_context=lambda ctx, inputs, output: None, backward=lambda ctx, dy: dy * factor,
-        )  # fmt: skip
-
-    declared(2.0)
-    operator = declared(3.0)
-    x = torch.ones(2, requires_grad=True)
-    y = operator(x)
-    y.sum().backward()
-    assert torch.equal(y, torch.full((2,), 3.0)) and torch.equal(x.grad, torch.full((2,), 3.0))
-    assert torch.equal(torch.ops.kernelbook.declared_twice(x.detach()), y)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tensors import call_with, far_apart, guarded_memory, label, randn
 
 import kernelbook as kb
-from kernelbook import arguments, check, plans, runtime
+from kernelbook import arguments, check, operators, runtime
 from kernelbook.lab import timing
 from kernelbook.lab.bench import moe_lora as bench
 from kernelbook.lab.compiled import compile_calls
@@ -229,9 +229,9 @@ def _cut(**tiles: kernels.Tiles) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name, found in tiles.items():
             patch.setattr(kernels, name, lambda *_, found=found: found)
-        plans.forget()
+        operators.forget_plans()
         yield
-    plans.forget()
+    operators.forget_plans()
 
 
 @pytest.mark.parametrize("name", TILES)

@@ -1,7 +1,6 @@
 """Calls of public functions where somebody observes: compilers, modes, traces, profilers, graphs of the GPU."""
 
 import functools
-import inspect
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,12 +11,11 @@ import pytest
 import torch
 from tensors import compiled_graphs
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
 import kernelbook as kb
-from kernelbook import launch, memory, nn, observed, plans, runtime
+from kernelbook import launch, memory, nn, operators, runtime
 
 
 class _Passing(TorchFunctionMode):
@@ -26,13 +24,13 @@ class _Passing(TorchFunctionMode):
 
 
 def test_who_observes() -> None:
-    assert not observed.is_observed()
+    assert not operators.needs_dispatcher()
     with torch.no_grad(), torch.inference_mode():
-        assert not observed.is_observed()
+        assert not operators.needs_dispatcher()
     for mode in (FakeTensorMode, _Passing, torch.autograd.forward_ad.dual_level, torch.profiler.profile):
         with mode():
-            assert observed.is_observed()
-    assert not observed.is_observed()
+            assert operators.needs_dispatcher()
+    assert not operators.needs_dispatcher()
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace")
@@ -40,7 +38,7 @@ def test_a_trace_observes() -> None:
     found = []
 
     def look(x: torch.Tensor) -> torch.Tensor:
-        found.append(not observed.is_observed())
+        found.append(not operators.needs_dispatcher())
         return x + 1 if found[-1] else x - 1
 
     x = torch.ones(2, 3)
@@ -78,66 +76,6 @@ def test_a_first_call_does_not_import_the_compiler() -> None:
 
 
 # --- operators ------------------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def _operators() -> tuple[Any, Any, list[str]]:
-    """Operators of the tests, with a gradient and without one, and who called the first: PyTorch's dispatcher or a function."""
-    seen: list[str] = []
-
-    def run(x: torch.Tensor, factor: float) -> torch.Tensor:
-        seen.append("dispatcher" if "dispatched" in {frame.function for frame in inspect.stack()} else "function")
-        return x * factor
-
-    def keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        ctx.factor = inputs[1]
-
-    scaled = launch.operator(
-        "test_scaled(Tensor x, float factor) -> Tensor", outputs=lambda x, factor: torch.empty_like(x), run=run,
-        setup_context=keep, backward=lambda ctx, dy: (dy * ctx.factor, None),
-    )  # fmt: skip
-    once = launch.operator(
-        "test_scaled_once(Tensor x, float factor) -> Tensor", outputs=lambda x, factor: torch.empty_like(x), run=run
-    )
-    return scaled, once, seen
-
-
-def test_an_operator_is_one_of_pytorchs() -> None:
-    scaled, once, _ = _operators()
-    x = torch.randn(3, 4, requires_grad=True)
-    torch.library.opcheck(scaled, (x, 3.0))
-    torch.library.opcheck(once, (x.detach(), 3.0))
-    [dx] = torch.autograd.grad(scaled(x, 3.0).sum(), x)
-    assert torch.equal(dx, torch.full_like(x, 3.0))
-    compiled = torch.compile(lambda x: scaled(x, 2.0) + 1, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(x), 2 * x + 1)
-    with pytest.raises(RuntimeError, match="kernelbook::test_scaled_once cannot be differentiated"):
-        once(x, 3.0).sum().backward()
-
-
-def test_the_compiler_sees_what_a_visible_operator_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: there it runs on the compiler's own tensors; those of others say themselves what they make of it."""
-    monkeypatch.setattr(launch, "_CALLS_COMPILED", True)
-    traced, by_others, x = [], [], torch.ones(2)
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        traced.append(launch.of_thread.tracing)
-        return x * 2
-
-    class Others(torch.Tensor):
-        @classmethod
-        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            by_others.append(func)
-            return x
-
-    for how in ({}, {"visible": True}):
-        operator = launch.operator("test_seen(Tensor x) -> Tensor", outputs=torch.empty_like, run=run, **how)
-        assert torch.equal(dispatch_functionalize(operator)(x), 2 * x)
-    assert traced == [False, True] and not launch.of_thread.tracing
-    other = x.as_subclass(Others)
-    with FunctionalTensorMode():
-        operator(other)
-    assert by_others == [operator] and len(traced) == 2
 
 
 def test_pytorchs_dispatcher_is_asked_only_where_somebody_looks() -> None:
@@ -246,12 +184,13 @@ def test_messages_reach_through_the_compiler() -> None:
 def test_what_pytorch_keeps_of_a_graph_is_not_taken_after_a_change(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
-    monkeypatch.setattr(launch, "__file__", str(tmp_path / "launch.py"))
-    seen = [launch.sources.__wrapped__()]
-    for name in ("kernels.py", "plan.json", "kernels.py"):
+    monkeypatch.setattr(operators, "__file__", str(tmp_path / "operators.py"))
+    (tmp_path / "lab").mkdir()
+    seen = [operators._hash_of_library()]
+    for name in ("kernels.py", "op.py", "kernels.py", "lab/plots.py"):
         (tmp_path / name).write_text("#" * len(seen))
-        seen.append(launch.sources.__wrapped__())
-    assert len(set(seen)) == 4
+        seen.append(operators._hash_of_library())
+    assert len(set(seen)) == 4 and seen[4] == seen[3]  # the laboratory is in no graph
 
 
 # --- graphs that torch.compile makes --------------------------------------------------------------------------------
@@ -393,7 +332,7 @@ def test_calls_that_share_a_plan_compute_of_their_own_tensors(name: str, gradien
         outcomes = []
         for anew in (False, True):
             if anew:
-                plans.forget()
+                operators.forget_plans()
                 launch._launcher.cache_clear()
             y = function(*args)
             outcomes.append((y, *(torch.autograd.grad(y, leaves, torch.ones_like(y)) if gradients else ())))

@@ -255,6 +255,23 @@ def test_an_operator_is_one_of_pytorchs(ops: tuple[Op, Op, _Seen]) -> None:
     torch.library.opcheck(gradient.operator, (x.detach(), x.detach(), w.detach(), 3.0, [True, True], ""))
 
 
+def test_an_operator_that_is_declared_twice_is_the_second_one() -> None:
+    def declared(factor: float) -> Op:
+        return Op(
+            "test_declared_twice(Tensor x) -> Tensor",
+            check=lambda x: None, outputs=lambda x: (torch.empty_like(x),), plan=lambda x: factor,
+            run=lambda plan, outputs, x: outputs[0].copy_(x * plan), backward=lambda call, dy: (dy * factor,),
+        )  # fmt: skip
+
+    declared(2.0)
+    op, x = declared(3.0), torch.ones(2, device=runtime.DEVICE, requires_grad=True)
+    operators.forget_plans()
+    y = op(x)
+    y.sum().backward()
+    assert torch.equal(y, 3 * x) and torch.equal(x.grad, 3 * torch.ones_like(x))
+    assert torch.equal(torch.ops.kernelbook.test_declared_twice(x.detach(), ""), y)
+
+
 def test_what_is_written_in_place_has_a_new_version() -> None:
     def run(plan: Any, outputs: Any, into: torch.Tensor, x: torch.Tensor) -> None:
         into.data.copy_(x)

@@ -132,7 +132,7 @@ for module in pkgutil.walk_packages(kernelbook.__path__, "kernelbook."):
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert {"kernelbook.train.loop", "kernelbook.interop.peft", "kernelbook.plans"} <= {*done.stdout.split()}
+    assert {"kernelbook.train.loop", "kernelbook.interop.peft", "kernelbook.operators"} <= {*done.stdout.split()}
 
 
 def test_types_are_seen_from_outside(built: dict[str, Path], tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from tensors import randn
 
 import kernelbook as kb
-from kernelbook import interpreted_rows, plans, runtime
+from kernelbook import interpreted_rows, operators, runtime
 from kernelbook.attention import kernels_same_bits
 from kernelbook.launch import AutotunedLaunch, Launch, launcher
 from kernelbook.layer_norm import kernels as layer_norm
@@ -417,7 +417,7 @@ def test_whether_parts_are_split_over_programs_does_not_show(monkeypatch: pytest
     with kb.same_bits():
         for split in (True, False):
             monkeypatch.setattr(kernels_same_bits, "splits", lambda *_, split=split: split)
-            plans.forget()
+            operators.forget_plans()
             found.append(kb.flash_attention(q[:, :, -3:], k, v, causal=True, window=250))
     assert same(*found)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tensors import call_with, far_apart, guarded_memory, label, launches, randn, with_tensor_cores
 
 import kernelbook as kb
-from kernelbook import arguments, check, plans, runtime
+from kernelbook import arguments, check, operators, runtime
 from kernelbook.lab import timing
 from kernelbook.nn import SparseFFN
 from kernelbook.scatter_ffn import (
@@ -114,9 +114,9 @@ def _planned(plan: kernels.Plan) -> Iterator[None]:
     """Within the context every call takes this plan."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "plan", lambda *args: plan)
-        plans.forget()  # a call of another plan is not repeated
+        operators.forget_plans()  # a call of another plan is not repeated
         yield
-    plans.forget()
+    operators.forget_plans()
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tensors import call_with, far_apart, guarded_memory, label, launches, randn, with_tensor_cores
 
 import kernelbook as kb
-from kernelbook import arguments, check, plans, runtime
+from kernelbook import arguments, check, operators, runtime
 from kernelbook.lab import timing
 from kernelbook.nn import SparseLinear
 from kernelbook.sparse_linear import (
@@ -36,10 +36,10 @@ MODES = ("sparse_dw", "sparse_dw_dx")
 @pytest.fixture
 def _forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No plan of before, and none that outlives the test."""
-    plans.forget()
+    operators.forget_plans()
     yield
     monkeypatch.undo()
-    plans.forget()
+    operators.forget_plans()
 
 
 def _chunks(d_out: int, chunk: int, count: int) -> torch.Tensor:
@@ -559,7 +559,7 @@ def test_large_with_chunks_that_no_box_fits_is_packed(limit: str, chunk: int, mo
     kb.sparse_backward(x, weight, dy, ids, chunk_size=chunk)
     assert not packed
     monkeypatch.setattr(kernels, limit, 0.0)
-    plans.forget()
+    operators.forget_plans()
     kb.sparse_backward(x, weight, dy, _chunks(136, 64, 2), chunk_size=64)
     kb.sparse_forward(x, weight, None, ids, chunk_size=chunk)
     assert not packed

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kernelbook as kb
-from kernelbook import launch, memory, observed, runtime, tensors
+from kernelbook import launch, memory, runtime, tensors
 
 # isort: split
 import triton
@@ -70,13 +70,6 @@ def test_rows_that_begin_on_16_bytes(dtype: torch.dtype) -> None:
         assert tensors.has_aligned_rows(aligned)
     for other in (x.t(), x[:, 1:], x[:, ::2], x[:1].expand(6, -1), x.reshape(-1, 3 * wide // 2)):
         assert not tensors.has_aligned_rows(other), other.stride()
-
-
-def test_whether_tensors_begin_on_16_bytes() -> None:
-    base = torch.zeros(64, dtype=torch.uint8, device=runtime.DEVICE)
-    assert base.data_ptr() % 16 == 0
-    for offset in range(64):
-        assert observed.is_aligned(base, None, base[offset:]) == (offset % 16 == 0)
 
 
 def test_a_matrix_of_any_tensor() -> None:

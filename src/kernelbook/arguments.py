@@ -10,7 +10,8 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.autograd import forward_ad
 
-from kernelbook import observed, runtime
+from kernelbook import runtime
+from kernelbook.tensors import has_values, is_transformed
 
 __all__ = [
     "FLOATING",
@@ -50,7 +51,7 @@ def once(check: Callable[..., Result]) -> Callable[..., Result]:
 
     @functools.wraps(check)
     def checked(*args: Any) -> Result:
-        if runtime.COMPILE_ONLY or observed.is_transformed():
+        if runtime.COMPILE_ONLY or is_transformed():
             return check(*args)
         key: list[Any] = []
         for arg in args:
@@ -242,7 +243,7 @@ def check_index_values(op: str, name: str, value: torch.Tensor, upper: int | Non
     for one with a GPU.
     """
     unread = runtime.COMPILE_ONLY or (value.is_cuda and not runtime.debug_enabled())
-    if value.numel() == 0 or unread or not observed.has_values(value):
+    if value.numel() == 0 or unread or not has_values(value):
         return
     low, high = int(value.min()), int(value.max())
     if low < 0 or (upper is not None and high >= upper):

@@ -1,18 +1,15 @@
-"""From a call to its kernel: the launcher, and the declaration of operators."""
+"""From a call to its kernel: the launcher."""
 
-import contextlib
 import dataclasses
 import functools
-import hashlib
+import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from kernelbook import interpreter, runtime  # before Triton, which it sets up
 from kernelbook.memory import PLAIN
-from kernelbook.observed import of_thread
 
 # isort: split
 import triton
@@ -20,7 +17,6 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 __all__ = [
-    "NAMESPACE",
     "OPTIONS",
     "AutotunedLaunch",
     "Block",
@@ -28,11 +24,7 @@ __all__ = [
     "Launch",
     "block",
     "cdiv",
-    "composite",
     "launcher",
-    "library",
-    "operator",
-    "sources",
 ]
 
 
@@ -157,6 +149,15 @@ class _Compiled(NamedTuple):
         return current
 
 
+@functools.cache  # once
+def _warn_of_slow_launches() -> None:
+    warnings.warn(
+        f"kernelbook: Triton {triton.__version__} keeps compiled kernels in a way that is not known here, so every launch goes "
+        "through kernel[grid](...), which takes the host about twice as long",
+        stacklevel=3,
+    )
+
+
 class Launch:
     """A kernel with its constants and options, to be launched many times: ``Launch(kernel, BLOCK=64)(grid, x, n)``.
 
@@ -164,7 +165,7 @@ class Launch:
     kept under what Triton specializes on (dtypes, alignment of pointers, integers that are 1, multiples of 16 or wide, the
     device; constants and options belong to this object). What was not seen before goes through Triton, which compiles it;
     so does every launch while a hook, recorder or debugger watches, in the interpreter, on other vendors' GPUs and with a
-    Triton that was not tried. While a graph is traced, the kernel goes into the graph.
+    Triton that was not tried.
 
     Args:
         kernel: a function under ``triton.jit`` or ``gluon.jit``.
@@ -191,7 +192,7 @@ class Launch:
             grid: numbers of programs.
             args: the kernel's first parameters, in order: tensors, numbers, ``None``, and :class:`Descriptor`.
         """
-        if not _CALLS_COMPILED or of_thread.tracing or self.kernel.pre_run_hooks or _is_watched():
+        if not _CALLS_COMPILED or self.kernel.pre_run_hooks or _is_watched():
             self._by_triton(grid, args)
             return
         device = _current_device()
@@ -202,8 +203,10 @@ class Launch:
         elif found is None or not found.is_current(self.kernel, device):
             compiled = self._by_triton(grid, args)
             constants = tuple(self.constants.get(name) for name in self.kernel.arg_names[len(args) :])
-            with contextlib.suppress(AttributeError, KeyError, StopIteration):  # no kernel that is known here
+            try:
                 self._compiled[key] = _Compiled.of(self.kernel, compiled, device, constants)
+            except (AttributeError, KeyError, StopIteration):
+                _warn_of_slow_launches()
         else:
             x, y, z = (*grid, 1, 1)[:3]
             found.run(x, y, z, _current_stream(device), *found.before, *values, *found.constants)
@@ -243,8 +246,6 @@ class Launch:
 
     def _by_triton(self, grid: tuple[int, ...], args: tuple[Any, ...]) -> Any:
         """-> the compiled kernel, where there is one."""
-        if of_thread.tracing:
-            return torch.library.wrap_triton(self.kernel)[grid](*args, **self.constants)
         if runtime.INTERPRET:
             with interpreter.widened(args) as wide:
                 return self.kernel[grid](*map(_for_triton, wide), **self.constants)
@@ -257,7 +258,7 @@ class AutotunedLaunch(Launch):
     """A launch with warps and stages that ``triton.autotune`` finds at the first call with sizes like these.
 
     Tile, grid and buffers are the plan's. Triton keeps what it finds in its own cache on disk, and leaves out what does not
-    fit. While a graph is captured or traced nothing can be timed: what is not known then is launched as the rule says.
+    fit. While a graph is captured nothing can be timed: what is not known then is launched as the rule says.
     """
 
     def __init__(self, kernel: Any, /, **constants: Any) -> None:
@@ -266,12 +267,9 @@ class AutotunedLaunch(Launch):
 
     def __call__(self, grid: tuple[int, ...], *args: Any) -> None:
         """Launches, as :class:`Launch` does."""
-        if of_thread.tracing:
-            super().__call__(grid, *args)
-            return
         tensors = [getattr(arg, "tensor", arg) for arg in args]
         first = next(tensor for tensor in tensors if isinstance(tensor, torch.Tensor))
-        # Sizes count as plans.bucket rounds them up, so that batches of nearly one size are searched for once.
+        # Sizes count as resources.bucket rounds them up, so that batches of nearly one size are searched for once.
         kinds = ((arg - 1).bit_length() if type(arg) is int else getattr(arg, "dtype", type(arg)) for arg in tensors)
         found = self._best.get(key := (first.device, *kinds))
         if found is None and not torch.cuda.is_current_stream_capturing():
@@ -302,7 +300,7 @@ class AutotunedLaunch(Launch):
 MAX_WARPS = 32  # 1,024 threads a program
 
 
-def launcher(kernel: Any, /, *, repeatable: bool = False, **constants: Any) -> Launch:
+def launcher(kernel: Any, /, *, repeatable: Any = False, **constants: Any) -> Launch:
     """The one :class:`Launch` of a kernel with these constants, so that plans that agree in them share what it keeps.
 
     Within ``runtime.same_bits`` no multiplication is fused with an addition: which ones are is the compiler's to say, and two
@@ -323,134 +321,3 @@ def launcher(kernel: Any, /, *, repeatable: bool = False, **constants: Any) -> L
 
 _launcher = functools.lru_cache(maxsize=4096, typed=True)(Launch)
 _autotuned_launcher = functools.lru_cache(maxsize=4096, typed=True)(AutotunedLaunch)
-
-
-# --- operators ------------------------------------------------------------------------------------------------------
-
-NAMESPACE = "kernelbook"
-# By operator what PyTorch holds of it. A reload of this module keeps it: rooms that are reloaded declare theirs again.
-_libraries: dict[str, torch.library.Library] = globals().get("_libraries", {})
-_dynamo_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
-
-
-def library(name: str) -> torch.library.Library:
-    """Where to declare an operator; what was declared of it before, by a module that is being reloaded, is dropped."""
-    if name in _libraries:
-        _libraries[name]._destroy()
-    _libraries[name] = torch.library.Library(NAMESPACE, "FRAGMENT")
-    return _libraries[name]
-
-
-def operator(
-    schema: str,
-    *,
-    outputs: Callable[..., Any],
-    run: Callable[..., Any],
-    setup_context: Callable[..., None] | None = None,
-    backward: Callable[..., Any] | None = None,
-    visible: bool = False,
-) -> Any:
-    """Declares the operator ``kernelbook::<name>``, for whoever compiles, traces, transforms, profiles or brings other tensors.
-
-    To declare one again, as ``importlib.reload`` of a room does, replaces it. A public function calls it where a call is :func:`observed`; where nobody observes, it does without.
-
-    Args:
-        schema: name, arguments and results, such as ``"scale(Tensor x, float factor) -> Tensor"``.
-        outputs: from fake arguments the results (a tensor, or a tuple of tensors), which it allocates.
-        run: from the arguments the results: it finds a plan, allocates and launches.
-        setup_context, backward: as for ``torch.library.register_autograd``; ``None``: to differentiate it is an error.
-        visible: where all sizes are known to the compiler, its graph holds the kernels instead of the operator. ``run`` is
-            then called with fake tensors: it does nothing but launch (:class:`Launch`, without descriptors) and allocate.
-    """
-    name, bracket, rest = schema.partition("(")
-    qualified = f"{NAMESPACE}::{name}"
-
-    def cannot(ctx: Any, *gradients: Any) -> Any:
-        raise RuntimeError(f"{qualified} cannot be differentiated")
-
-    @functools.cache
-    def untraced() -> Callable[..., Any]:
-        return torch.compiler.disable(run)
-
-    def dispatched(*args: Any) -> Any:
-        # Dynamo, where it is at work, would read this too; it does not read while a program that it has made runs.
-        return run(*args) if _dynamo_callback() is None else untraced()(*args)
-
-    owner = library(name)
-    torch.library.define(qualified, bracket + rest, lib=owner, tags=(torch.Tag.pt2_compliant_tag,))
-    torch.library.impl(qualified, "default", dispatched, lib=owner)
-    torch.library.register_fake(qualified, outputs, lib=owner)
-    keep = setup_context or (lambda ctx, inputs, output: None)
-    torch.library.register_autograd(qualified, backward or cannot, setup_context=keep, lib=owner)
-    if visible and _CALLS_COMPILED:
-        _decompose(qualified, run, owner)
-    return getattr(getattr(torch.ops, NAMESPACE), name).default
-
-
-def _decompose(qualified: str, run: Callable[..., Any], owner: torch.library.Library) -> None:
-    """Has the compiler see the kernels that the operator launches, as ``torch.library.triton_op`` does."""
-    from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
-    from torch.utils._pytree import tree_leaves
-
-    def decomposed(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        from torch._subclasses import FakeTensor
-        from torch.export._trace import custom_triton_ops_decomposition_disabled
-
-        # An exported program keeps operators. So does one in which PyTorch fills new memory with NaN: it has no way to do
-        # that between an allocation and a kernel that stand in one graph. And no plan is made for sizes that are not known.
-        deterministic: Any = torch.utils.deterministic
-        filled = torch.are_deterministic_algorithms_enabled() and deterministic.fill_uninitialized_memory
-        leaves = tree_leaves((args, kwargs))
-        sizes = [n for leaf in leaves if isinstance(leaf, torch.Tensor) for n in (*leaf.shape, *leaf.stride())]
-        unknown = any(isinstance(n, torch.SymInt | torch.SymFloat) for n in (*sizes, *leaves))
-        if filled or unknown or custom_triton_ops_decomposition_disabled():
-            return mode.__torch_dispatch__(op, types, args, kwargs)
-        if any(not issubclass(t, FakeTensor) and t not in (torch.Tensor, FunctionalTensor) for t in types):
-            return NotImplemented
-        _refuse_to_compile(qualified)
-        before, of_thread.tracing = of_thread.tracing, True
-        try:
-            with mode:
-                return run(*args, **kwargs)
-        finally:
-            of_thread.tracing = before
-
-    torch.library.register_torch_dispatch(qualified, FunctionalTensorMode, decomposed, lib=owner)
-
-
-def _refuse_to_compile(name: str) -> None:
-    if runtime.in_same_bits():
-        raise ValueError(
-            f"{name}: torch.compile must be off within same_bits(), since the compiler cuts sums by their sizes; call the "
-            f"model as it is, or capture it as a CUDA graph"
-        )
-
-
-def composite(schema: str, function: Callable[..., Any]) -> Any:
-    """Declares a public function as one operator, made of those that it calls, with :func:`sources` as its last argument.
-
-    Dynamo reads Python, and a compiled call is checked against all that was read; it does not read operators. What this
-    one does the compiler sees where it takes operators apart.
-    """
-    name, bracket, rest = schema.partition("(")
-    qualified = f"{NAMESPACE}::{name}"
-    arguments, arrow, result = rest.rpartition(") ->")
-    owner, tags = library(name), (torch.Tag.pt2_compliant_tag,)
-    torch.library.define(qualified, f"{bracket}{arguments}, str sources{arrow}{result}", lib=owner, tags=tags)
-
-    def whole(*args: Any) -> Any:
-        _refuse_to_compile(qualified)
-        return function(*args[:-1])
-
-    torch.library.impl(qualified, "CompositeImplicitAutograd", whole, lib=owner)
-    return getattr(getattr(torch.ops, NAMESPACE), name).default
-
-
-@functools.cache
-def sources() -> str:
-    """Changes whenever a file of the package does: PyTorch keeps on disk what it made of a graph's operators."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.rglob("*")):
-        if path.suffix in {".py", ".json"}:
-            digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:8]

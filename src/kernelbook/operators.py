@@ -21,18 +21,18 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor  # one guard of a compiled call less than by the module
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from kernelbook import arguments, plans, runtime
+from kernelbook import arguments, runtime
 from kernelbook.memory import PLAIN, empty
 from kernelbook.tensors import allows_tf32, check_versions, with_versions
 
-__all__ = ["NAMESPACE", "Op", "forget_plans", "needs_dispatcher"]
+__all__ = ["NAMESPACE", "Op", "forget_plans", "needs_dispatcher", "part_of_plans"]
 
 NAMESPACE = "kernelbook"
 
@@ -77,6 +77,7 @@ def _is_plain(tensor: Any) -> bool:
 MOST_PLANS = 2**14
 _plans: dict[tuple[Any, ...], Any] = {}  # a bounded FIFO cache
 _plans_lock = threading.Lock()
+_parts: list[Any] = []
 _NO_PLAN = object()
 
 
@@ -84,15 +85,18 @@ def forget_plans() -> None:
     """Drop all plans, so that the next calls make new ones."""
     with _plans_lock:
         _plans.clear()
+    for cached in _parts:
+        cached.cache_clear()
 
 
-class _Plans:
-    """Has the plans be forgotten with those of :mod:`kernelbook.plans`."""
-
-    cache_clear = staticmethod(forget_plans)
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-plans.remembered(_Plans())
+def part_of_plans(function: Function) -> Function:
+    """Decorate with ``functools.lru_cache`` what many plans have in common; it is forgotten with them."""
+    cached: Any = functools.lru_cache(maxsize=4096)(function)
+    _parts.append(cached)
+    return cast(Function, cached)
 
 
 def _keep_plan(key: tuple[Any, ...], plan: Any) -> None:

@@ -7,11 +7,15 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 __all__ = [
     "allows_tf32",
     "check_versions",
     "has_aligned_rows",
+    "has_values",
+    "is_batched",
+    "is_transformed",
     "matrix",
     "precision",
     "reshaped",
@@ -22,6 +26,22 @@ __all__ = [
 ]
 
 _fp32_precision: Any = getattr(torch._C, "_get_fp32_precision_getter", None)  # what the switch itself asks
+
+
+_mode, _modes = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey
+_transform = torch._C._functorch.peek_interpreter_stack
+is_batched = torch._C._functorch.is_legacy_batchedtensor  # by autograd's is_grads_batched, of which no transform tells
+
+
+def is_transformed() -> bool:
+    """Whether a call is compiled or one of ``torch.func``'s transforms or forward-mode differentiation is at work."""
+    return torch.compiler.is_compiling() or forward_ad._current_level >= 0 or _transform() is not None
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """Whether the host can read what is in a tensor: not on the meta device, of fake ones, and while a graph is traced."""
+    traced = _mode(_modes.FAKE) is not None or _mode(_modes.PROXY) is not None
+    return not (tensor.is_meta or traced or hasattr(tensor, "fake_mode"))
 
 
 def allows_tf32() -> bool:

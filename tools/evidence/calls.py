@@ -27,8 +27,8 @@ from kernelbook.attention import op as attention_op
 from kernelbook.distributed import exchange
 from kernelbook.interop import rotary
 from kernelbook.lab.bench import sparse_inference
-from kernelbook.study.moe_lora import lora_gradients
 from kernelbook.nf4 import kernels as nf4_kernels
+from kernelbook.study.moe_lora import lora_gradients
 from kernelbook.train import chunks
 
 Call = Callable[[], Any]

@@ -36,9 +36,9 @@ ROOMS = ("layer_norm", "sparse_linear", "scatter_ffn", "attention", "nf4", "moe_
 GROUPS: dict[str, tuple[tuple[str, ...], str]] = {
     "op": (tuple(f"{room}/{name}.py" for room in ROOMS for name in ("op", "launches", "pages", "grouped", "lora", "routing", "packing")),
            "layer_norm rms_norm sparse_linear scatter_ffn attention attention_decode nf4 fp4 moe_lora observed"),
-    "launch": (("launch.py", "observed.py", "memory.py", "tensors.py"), "launch memory tensors observed capture"),
+    "launch": (("launch.py", "operators.py", "memory.py", "tensors.py"), "launch operators memory tensors observed capture"),
     "arguments": (("arguments.py",), "arguments launch layer_norm"),
-    "plans": (("plans.py",), "plans runtime"),
+    "resources": (("resources.py",), "resources runtime"),
     "packed": (("packed/__init__.py", "packed/fp4.py", "packed/products.py"), "nf4 fp4 moe_lora"),
     "nn": (("nn/*.py",), "swap moe_block models scatter_ffn nf4 sparse_linear interop_attention state train_sparse_inference"),
     "interop": (("interop/*.py",), "swap interop_attention interop_bitsandbytes interop_mxfp4 interop_nvfp4 interop_peft interop_quantizer interop_transformers state"),

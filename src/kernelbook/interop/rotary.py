@@ -17,8 +17,8 @@ import torch
 from kernelbook.interop import transformers_attention
 from kernelbook.launch import Launch, cdiv, launcher
 from kernelbook.nn import kernels
-from kernelbook.observed import is_transformed
 from kernelbook.operators import Op
+from kernelbook.tensors import is_transformed
 
 # isort: split
 import triton

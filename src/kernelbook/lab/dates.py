@@ -106,7 +106,7 @@ class Sources:
 
 
 _HOST = (
-    "launch.py", "observed.py", "memory.py", "plans.py", "tensors.py", "attention/op.py", "attention/launches.py",
+    "launch.py", "operators.py", "memory.py", "resources.py", "tensors.py", "attention/op.py", "attention/launches.py",
     "attention/backward.py", "attention/pages.py", "layer_norm/op.py", "moe_lora/op.py", "moe_lora/routing.py",
     "moe_lora/grouped.py", "nf4/op.py", "scatter_ffn/op.py", "sparse_linear/op.py", "sparse_linear/packing.py",
 )  # fmt: skip
@@ -127,7 +127,7 @@ DATED: dict[str, Sources] = {
     "first_kernel": Sources(page="first_kernel"),
     "host": Sources(_HOST),
     "first_kernel_steps": Sources(page="first_kernel"),
-    "launches": Sources(("layer_norm", "launch.py", "observed.py")),
+    "launches": Sources(("layer_norm", "launch.py", "operators.py")),
     "layer_norm_barrier": Sources(("layer_norm",)),
     "layer_norm_lock": Sources(page="layer_norm"),
     "layer_norm_steps": Sources(page="layer_norm"),

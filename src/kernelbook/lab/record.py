@@ -77,11 +77,11 @@ LATER_COLUMNS = {
 PACKAGE = Path(__file__).resolve().parents[1]
 SHARED_SOURCES = (
     "launch.py",
-    "observed.py",
+    "operators.py",
     "memory.py",
     "tensors.py",
     "arguments.py",
-    "plans.py",
+    "resources.py",
     "runtime.py",
     "tiles.py",
     "packed",

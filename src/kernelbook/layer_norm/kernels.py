@@ -26,7 +26,7 @@ Not handled here: a dimension other than the last (the caller permutes), 2^31 or
 import dataclasses
 
 from kernelbook import runtime  # before Triton, which it sets up
-from kernelbook.plans import Resources, fits, tile_resources
+from kernelbook.resources import Resources, fits, tile_resources
 
 # isort: split
 import triton

@@ -7,10 +7,9 @@ import torch
 from kernelbook import arguments
 from kernelbook.linear import linear, product
 from kernelbook.memory import empty
-from kernelbook.observed import is_batched
 from kernelbook.operators import Op
 from kernelbook.sparse_linear.op import products
-from kernelbook.tensors import matrix
+from kernelbook.tensors import is_batched, matrix
 
 __all__ = ["compact_sparse_linear"]
 

@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from kernelbook import arguments, observed  # before Triton, which it sets up
+from kernelbook import arguments  # before Triton, which it sets up
 from kernelbook.moe_lora import Routing, moe_lora, route
 from kernelbook.nf4 import NF4Tensor, nf4_dequantize
 from kernelbook.nn.swiglu import ClampedSwiGLU, swiglu
 from kernelbook.packed.products import decodes_on_the_way
-from kernelbook.tensors import check_versions, with_versions
+from kernelbook.tensors import check_versions, has_values, with_versions
 
 __all__ = [
     "ACTIVATIONS",
@@ -165,7 +165,7 @@ def choose_experts(
     used = used[:num_experts]
     if torch.compiler.is_dynamo_compiling():
         torch._dynamo.graph_break(msg=_COUNT)
-    elif not observed.has_values(used):
+    elif not has_values(used):
         raise ValueError(f"{_COUNT}, got 'count'")
     size = int(used.sum())  # the wait
     if size > NEARLY_ALL * num_experts:

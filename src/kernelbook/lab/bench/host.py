@@ -26,7 +26,7 @@ from kernelbook.lab import record, timing
 
 __all__ = ["BENCH", "measured"]
 
-SOURCES = tuple(Path(kb.__file__).parent / name for name in ("launch.py", "observed.py"))
+SOURCES = tuple(Path(kb.__file__).parent / name for name in ("launch.py", "operators.py"))
 COLUMNS = ("run", "provider", "call", "host_us", "u", "processes", *record.ENVIRONMENT)
 PROCESSES = 5
 BF16 = torch.bfloat16

@@ -47,7 +47,7 @@ SOURCES = (
     record.PACKAGE / "interop" / "transformers_experts.py",
     record.PACKAGE / "interop" / "peft.py",
     record.PACKAGE / "launch.py",
-    record.PACKAGE / "observed.py",
+    record.PACKAGE / "operators.py",
     record.PACKAGE / "moe_lora",
     record.PACKAGE / "nf4",
 )

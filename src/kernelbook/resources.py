@@ -1,4 +1,4 @@
-"""The resource model that rules ask, and what rooms keep of plans.
+"""The resource model that rules ask: shared memory and registers of a program.
 
 A room decides in functions of its ``kernels.py`` how a problem is cut: tiles, warps, stages, strategy. Each is a rule, a few
 lines with a reason, from sizes and the GPU's properties. Who wants warps and stages searched for sets ``KERNELBOOK_AUTOTUNE=1``
@@ -8,7 +8,6 @@ lines with a reason, from sizes and the GPU's properties. Who wants warps and st
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, TypeVar
 
 from kernelbook import runtime  # before Triton, which it sets up
 
@@ -17,13 +16,10 @@ import triton
 
 __all__ = [
     "MAX_REGISTERS",
-    "KeptPlans",
     "Resources",
     "bucket",
     "fits",
-    "forget",
     "matmul_resources",
-    "remembered",
     "tensor_core",
     "tile_resources",
 ]
@@ -172,42 +168,3 @@ def fits(needs: Resources, config: triton.Config, properties: runtime.DeviceProp
     threads = properties.warp_size * config.num_warps
     registers = min(MAX_REGISTERS, properties.registers_per_sm // threads)
     return needs.shared_bytes <= properties.shared_memory_per_program and needs.registers_per_thread <= registers
-
-
-# --- plans ----------------------------------------------------------------------------------------------------------
-
-_caches: list[Any] = []
-
-
-def remembered(cache: Any) -> None:
-    """Has ``cache.cache_clear()`` called by :func:`forget`."""
-    _caches.append(cache)
-
-
-def forget() -> None:
-    """Forgets all plans of this process."""
-    for cached in _caches:
-        cached.cache_clear()
-
-
-Plan = TypeVar("Plan")
-
-
-class KeptPlans(dict[Any, Plan]):
-    """A room's plans by kind of call: some thousands, of which the oldest makes place for a new one."""
-
-    MOST = 4096
-
-    def __init__(self) -> None:
-        super().__init__()
-        remembered(self)
-
-    def keep(self, key: Any, plan: Plan) -> None:
-        """Keeps a plan, which holds no tensor, address, stream or counter."""
-        if len(self) >= self.MOST:
-            self.pop(next(iter(self)), None)
-        self[key] = plan
-
-    def cache_clear(self) -> None:
-        """Drops all; what is kept by a call that goes on meanwhile is kept."""
-        self.clear()

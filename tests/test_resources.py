@@ -5,9 +5,9 @@ import math
 import pytest
 import triton
 
-from kernelbook import plans, runtime
+from kernelbook import operators, resources, runtime
 from kernelbook.lab.compiled import CompiledKernel, compile_calls, occupancy
-from kernelbook.plans import Resources, bucket, fits, matmul_resources, tensor_core, tile_resources
+from kernelbook.resources import Resources, bucket, fits, matmul_resources, tensor_core, tile_resources
 
 SMALL = triton.Config({"BLOCK": 64}, num_warps=4, num_stages=2)
 H200 = runtime.TARGETS["sm_90"]
@@ -17,7 +17,7 @@ def test_registers_are_counted_for_each_thread() -> None:
     """A 128 x 256 float32 accumulator in 8 warps is 128 registers a thread (not 1,024: dividing by 32 alone)."""
     config = triton.Config({}, num_warps=8, num_stages=3)
     needs = tile_resources(config, staged=[(128 * 64, 2), (64 * 256, 2)], held=[(128 * 256, 4)])
-    assert needs.registers_per_thread == plans.BOOKKEEPING_REGISTERS + 128
+    assert needs.registers_per_thread == resources.BOOKKEEPING_REGISTERS + 128
     assert needs.shared_bytes == 3 * (128 * 64 + 64 * 256) * 2
     assert fits(needs, config, H200)
     half = triton.Config({}, num_warps=4, num_stages=3)
@@ -58,7 +58,7 @@ LAUNCH = """
 from unittest import mock
 import torch, triton
 import kernelbook as kb
-from kernelbook import plans
+from kernelbook import operators, resources
 from kernelbook.sparse_linear import kernels
 ids = torch.arange(4)
 for loads, r, d, k, warps, stages in SPREAD:
@@ -67,7 +67,7 @@ for loads, r, d, k, warps, stages in SPREAD:
     plan = kernels.Plan(config, 1, loads == "descriptors")
     d_in = 4095 if loads == "unaligned" else 4096
     x, w, dy = (torch.empty(s, dtype=torch.bfloat16) for s in ((64, d_in), (16384, d_in), (64, 16384)))
-    plans.forget()  # else the plan that was made with another tile is found
+    operators.forget_plans()  # else the plan that was made with another tile is found
     with mock.patch.multiple(kernels, plan_forward=lambda *_: plan, plan_backward=lambda *_: plan):
         if loads in ("dX", "descriptors"):
             kb.sparse_dx(dy, w, ids)
@@ -117,7 +117,7 @@ def test_the_model_knows_mixed_loads_and_a_second_product() -> None:
 from unittest import mock
 import torch
 import kernelbook as kb
-from kernelbook import plans
+from kernelbook import operators, resources
 from kernelbook.moe_lora import kernels
 shapes = (64, 2048), (8, 2048, 1536), (8, 16, 2048), (8, 1536, 16)
 x, w, a, b = (torch.empty(s, dtype=torch.bfloat16) for s in shapes)
@@ -125,7 +125,7 @@ lists = torch.zeros(4096, dtype=torch.int32)
 routing = kb.Routing(torch.zeros(64, 8, dtype=torch.int64), lists, 8)
 for m, n, k, warps, stages in {sides!r}:
     tiles = kernels.tiles(warps, stages, BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, GROUP=8, SMALL_M=m)
-    plans.forget()
+    operators.forget_plans()
     with mock.patch.object(kernels, "rows_tiles", lambda *_: tiles):
         kb.scatter2scatter(x, w, routing)
         kb.moe_lora(x, w, a, b, routing, strategy="fused")
@@ -153,7 +153,7 @@ for m, n, k, warps, stages in {sides!r}:
 def test_what_dividing_by_32_throws_away(reports: list[CompiledKernel]) -> None:
     """It calls every tile of 64 x 128 or more impossible; most of them do not spill."""
     pairs = [(c, k) for c, k in zip(SPREAD, reports, strict=True) if c[1] * c[2] >= 64 * 128]
-    assert all(plans.BOOKKEEPING_REGISTERS + c[1] * c[2] / 32 > 255 for c, _ in pairs)
+    assert all(resources.BOOKKEEPING_REGISTERS + c[1] * c[2] / 32 > 255 for c, _ in pairs)
     assert sum(k.spill_bytes == 0 for _, k in pairs) >= 8
 
 
@@ -169,7 +169,7 @@ def test_a_second_accumulator_and_operand_are_counted() -> None:
         properties=H200,
     )
     assert two.shared_bytes - one.shared_bytes == 3 * 16 * 64 * 2
-    assert two.registers_per_thread - one.registers_per_thread == 8 + 1 + 0.5 * plans.COPY_REGISTERS
+    assert two.registers_per_thread - one.registers_per_thread == 8 + 1 + 0.5 * resources.COPY_REGISTERS
 
 
 @pytest.mark.parametrize(
@@ -190,8 +190,8 @@ def test_what_is_not_copied_ahead_goes_through_registers_into_one_buffer(
     )
     assert needs.shared_bytes == 2 * size * (stages if ahead else 1)
     copies, passing = 2 * size / copy_bytes / 128, 0 if ahead else 2 * size / 4 / 128
-    kept = 64 * 64 / 128 + plans.LOOP_REGISTERS["wgmma"]
-    assert needs.registers_per_thread == kept + plans.COPY_REGISTERS * copies + passing
+    kept = 64 * 64 / 128 + resources.LOOP_REGISTERS["wgmma"]
+    assert needs.registers_per_thread == kept + resources.COPY_REGISTERS * copies + passing
 
 
 def test_before_ampere_a_thread_holds_its_rows_and_columns_of_a_step() -> None:
@@ -203,8 +203,8 @@ def test_before_ampere_a_thread_holds_its_rows_and_columns_of_a_step() -> None:
     size, square = (m + n) * k * 2, math.sqrt(m * n / threads)
     assert needs.shared_bytes == m * n * 2  # the result is turned around in it; of the operands there is one copy
     assert needs.registers_per_thread == pytest.approx(
-        m * n / threads + plans.LOOP_REGISTERS["fma"] + plans.COPY_REGISTERS * size / 16 / threads
-        + size / 4 / threads + plans.FMA_REGISTERS * 2 * square * k
+        m * n / threads + resources.LOOP_REGISTERS["fma"] + resources.COPY_REGISTERS * size / 16 / threads
+        + size / 4 / threads + resources.FMA_REGISTERS * 2 * square * k
     )  # fmt: skip
 
 
@@ -264,7 +264,7 @@ def test_occupancy_is_what_the_driver_says() -> None:
         if loads == "pointers":
             blocks = {"BLOCK_R": r, "BLOCK_D": d, "BLOCK_K": k, "GROUP": 8}
             config = triton.Config(blocks, num_warps=warps, num_stages=stages)
-            plans.forget()
+            operators.forget_plans()
             with mock.patch.object(kernels, "plan_forward", lambda *_, c=config: kernels.Plan(c)):
                 kb.sparse_forward(x, w, None, ids, compact=True)
     compiled = [
