@@ -91,7 +91,7 @@ PROMISES = {
         lambda: {
             "x": draw(4, 32), "weight": draw(48, 32), "dy": draw(4, 48), "active_chunks": ids(2, 0), "chunk_size": 16,
         },
-        rows="x dy", grads=(),
+        rows="x dy", grads=("x", "dy"),  # of dW, the first result
     ),
     "flash_attention": Promise(
         kb.flash_attention,
