@@ -12,7 +12,7 @@ export JUPYTER_PREFER_ENV_PATH := 1
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: book test quick older suite opened test-pages lint style types serve bench measure tune compiled evidence hub test-notebooks test-gpu test-turing test-oldest test-oldest-interop test-next test-versions clean lock
+.PHONY: book test quick older suite opened test-pages lint style types serve bench measure tune compiled evidence hub test-notebooks gpu test-gpu test-turing test-cpus test-oldest test-oldest-interop test-next test-versions clean lock
 
 book: $(ENVIRONMENT)
 	$(PY) tools/build_book.py
@@ -90,15 +90,28 @@ test-notebooks: export PYTHONPATH := $(CURDIR)/tools:$(PYTHONPATH)
 test-notebooks: $(ENVIRONMENT)
 	$(PY) -m pytest -p keep_executed -n $(if $(shell command -v nvidia-smi),0,auto) --dist loadfile --nbval --nbval-cell-timeout 600 notebooks/$(if $(NOTEBOOK),$(NOTEBOOK).ipynb)
 
+# What needs a GPU says so at once, instead of skipping every test.
+gpu: $(ENVIRONMENT)
+	@$(PY) -c "from kernelbook import runtime; exit(runtime.DEVICE.type != 'cuda' and 'make: no GPU runs kernels here')"
+
 # Fourteen processes share a GPU of 80 GB. In two halves, each with whole functions: make test-gpu PART=1/2, make test-gpu PART=2/2.
-test-gpu: $(ENVIRONMENT)
+test-gpu: gpu
 	$(PY) -m pytest -m "gpu and not alone" -n $(or $(WORKERS),14) --dist worksteal $(if $(PART),--part $(PART)) tests
 	$(PY) -m pytest -m "gpu and alone" $(if $(PART),--part $(PART)) tests
 
 # The rooms' tests, and the chapters, with plans and kernels for a T4, run by a newer GPU; the results are rows of
 # book/versions.csv.
-test-turing: $(ENVIRONMENT)
+test-turing: gpu
 	$(PY) tools/try_versions.py --here --only sm_75 --workers $(or $(WORKERS),14)
+
+# The tests that compare numbers as other CPUs would: PyTorch, MKL (under PyTorch) and NumPy with its OpenBLAS (under the
+# interpreter) take the code that they have for those, one setting after the other. make test-cpus CPUS=ATEN_CPU_CAPABILITY=avx2
+CPUS := ATEN_CPU_CAPABILITY=avx2 ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=AVX2 MKL_ENABLE_INSTRUCTIONS=SSE4_2 \
+	OPENBLAS_CORETYPE=SkylakeX OPENBLAS_CORETYPE=Haswell OPENBLAS_CORETYPE=Nehalem \
+	NPY_DISABLE_CPU_FEATURES=X86_V3,X86_V4,AVX512_ICL,AVX512_SPR OMP_NUM_THREADS=2
+test-cpus: $(ENVIRONMENT)
+	set -e; files=$$(grep -lE 'check_op|check\.compare|assert_as_eager|assert_close|relative_error' tests/test_*.py); \
+	for cpu in $(CPUS); do echo "$$cpu"; env "$$cpu" $(PY) -m pytest -n auto --dist worksteal $$files; done
 
 # The oldest versions that the package supports, and the newest that the index has, before pins are moved: each in an
 # environment of its own. Every kernel is compiled for a Hopper GPU, and some rooms run in the interpreter. (NumPy
@@ -135,8 +148,9 @@ hub: $(ENVIRONMENT)
 
 # Pins anew what pyproject.toml asks for. Needs uv.
 lock:
-	@echo "# The whole pinned environment: package, book, tests. Made from pyproject.toml by 'make lock'." > requirements.txt
-	uv pip compile --quiet pyproject.toml >> requirements.txt
+	pins=$$(uv pip compile --quiet pyproject.toml) && { \
+		echo "# The whole pinned environment: package, book, tests. Made from pyproject.toml by 'make lock'."; \
+		echo "$$pins"; } > requirements.txt
 
 clean:
 	rm -rf _build $(VENV) $(VENV)-test-* .pytest_cache .ruff_cache .mypy_cache .hypothesis

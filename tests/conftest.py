@@ -1,5 +1,6 @@
 """Shared by all tests. kernelbook comes first: it decides between GPU and interpreter before Triton is imported."""
 
+import argparse
 import fcntl
 import functools
 import gc
@@ -47,8 +48,15 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "kernelbook"))
 
 
+def _part(text: str) -> tuple[int, int]:
+    own, _, of = text.partition("/")
+    if not (own.isdecimal() and of.isdecimal() and 1 <= int(own) <= int(of)):
+        raise argparse.ArgumentTypeError(f"must be I/N with I from 1 to N, got {text}")
+    return int(own), int(of)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--part", metavar="I/N", help="of N parts of the chosen tests the I-th, from 1")
+    parser.addoption("--part", type=_part, metavar="I/N", help="of N parts of the chosen tests the I-th, from 1")
     parser.addoption("--stand-in", metavar="TARGET", help="plans and kernels of an older GPU than this, such as sm_75")
 
 
@@ -72,9 +80,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     gpu = runtime.DEVICE.type == "cuda"
     if part := config.getoption("--part"):
-        own, of = map(int, part.split("/"))
-        if not 1 <= own <= of:
-            raise pytest.UsageError(f"--part must be I/N with I from 1 to N, got {part}")
+        own, of = part
 
         def dealt(item: pytest.Item) -> str:
             return item.nodeid if "memory" in item.keywords else item.nodeid.split("[")[0]

@@ -21,6 +21,17 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(shape, device=runtime.DEVICE).to(dtype)
 
 
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Within it PyTorch makes floating-point tensors in ``dtype`` where nothing is said."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def far_apart(tensor: torch.Tensor, *steps: int) -> torch.Tensor:
     """A copy of ``tensor`` with these strides and contiguous rows. The memory between is reserved, not touched."""
     strides = (*steps, 1)

@@ -22,6 +22,7 @@ from kernelbook.interop import transformers as interop  # noqa: E402
 from kernelbook.interop import transformers_attention  # noqa: E402
 from kernelbook.nn import named_attention, swap  # noqa: E402
 from kernelbook.train import CapturedStep  # noqa: E402
+from kernelbook.train.step import loss_of  # noqa: E402
 
 GPU = runtime.DEVICE.type == "cuda"
 EVERYWHERE = pytest.mark.gpu if GPU else lambda test: test  # in make test, and in make test-gpu too
@@ -210,6 +211,44 @@ def test_the_loss_in_pieces_is_the_loss() -> None:
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
     assert caches == [None] * 3  # the second, to compare logits
+
+
+KEYWORDS: dict[str, dict[str, Any]] = {
+    "a number of items": {"num_items_in_batch": 40},
+    "a tensor of one": {"num_items_in_batch": torch.tensor(40)},
+    "labels that are shifted": {"shift_labels": torch.arange(18).view(2, 9) % 7},
+    "another label that does not count": {"ignore_index": 3},
+    "all": {"num_items_in_batch": 7, "shift_labels": torch.arange(18).view(2, 9) % 7, "ignore_index": 3},
+    "a tuple": {"return_dict": False},
+    "what changes nothing": {
+        "logits_to_keep": 0,
+        "output_router_logits": False,
+        "position_ids": torch.arange(9)[None] + 2,
+    },
+}
+
+
+@pytest.mark.parametrize("keywords", KEYWORDS)
+def test_the_loss_in_pieces_takes_what_the_models_own_takes(keywords: str) -> None:
+    model = llama().train()
+    ids = torch.arange(18, device=runtime.DEVICE).view(2, 9) % 5
+    more = {
+        name: value.to(runtime.DEVICE) if isinstance(value, torch.Tensor) else value
+        for name, value in KEYWORDS[keywords].items()
+    }
+    with torch.no_grad():
+        theirs = loss_of(model, input_ids=ids, labels=ids, **more)
+        ours = interop.loss_in_pieces(model, ids, ids, piece=4, **more)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("more", ({"logits_to_keep": 3}, {"output_router_logits": True}), ids=str)
+def test_what_would_make_another_loss_is_refused_by_name(more: dict[str, Any]) -> None:
+    ids = tokens(2, 9)
+    with pytest.raises(
+        ValueError, match=f"loss_in_pieces: {next(iter(more))} must be left out, got .* LlamaForCausalLM"
+    ):
+        interop.loss_in_pieces(llama(), ids, ids, **more)
 
 
 def test_the_first_loss_in_pieces_under_autocast_has_all_gradients() -> None:

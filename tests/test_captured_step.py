@@ -326,6 +326,25 @@ def test_chunks_of_a_sparse_model_learn_in_a_graph() -> None:
     assert_same_weights(found[0][1], found[1][1])
 
 
+@pytest.mark.parametrize("accumulate", (1, 2))
+def test_rows_of_a_sparse_gradient_that_come_twice_are_clipped_as_their_sum(accumulate: int) -> None:
+    found = []
+    for sparse in (True, False):
+        torch.manual_seed(0)
+        embedding = nn.Embedding(10, 4, sparse=sparse).to(runtime.DEVICE)
+        before = embedding.weight.detach().clone()
+        optimizer = torch.optim.SGD(embedding.parameters(), lr=1.0)
+        step = CapturedStep(
+            embedding, optimizer, loss=lambda model, ids: model(ids).square().sum(), clip=0.1, accumulate=accumulate
+        )
+        for _ in range(accumulate):
+            step(torch.tensor([4, 4, 4]))
+        assert step.grad_norm is not None
+        assert float((embedding.weight.detach() - before).norm()) == pytest.approx(0.1, rel=1e-3)
+        found.append((step.grad_norm, embedding.weight.detach()))
+    torch.testing.assert_close(*found)
+
+
 def test_a_sparse_gradient_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     emulate(monkeypatch)
     weights = []
@@ -390,12 +409,13 @@ def test_a_step_that_cannot_be_captured_goes_on(build: Callable[[], nn.Module], 
         losses = [step(**batch).item() for batch in data]
     assert line in str(said[0].message)
     assert Path(__file__).name in str(step.why_eager)
+    drawn = torch.rand(2, device=runtime.DEVICE)
     torch.manual_seed(5)
     assert losses == written_out(plain, adam(plain), data, accumulate=accumulate)
     assert_same_weights(model, plain)
-    # PyTorch is as it was: the current stream, random numbers, and the next graph.
+    # PyTorch is as it was: random numbers, the current stream, and the next graph.
+    assert torch.equal(torch.rand(2, device=runtime.DEVICE), drawn)
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
-    assert torch.rand(2, device=runtime.DEVICE).isfinite().all()
     other = made(Net)
     good = CapturedStep(other, adam(other))
     for batch in data:

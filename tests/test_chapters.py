@@ -64,8 +64,9 @@ def test_a_chapter_that_fails_or_takes_too_long_keeps_no_other_from_its_record(
     monkeypatch.setattr(tool, "record_chapter", record_chapter)
     monkeypatch.setattr(tool, "record_profile", lambda scratch, what: what == "--slowly")
     assert tool.main(["--steps", "--seconds", "100", "missing", "right", "--slow", "--profile"]) == 1
+    done_so = "rehearsed (nothing is written without a GPU)" if runtime.INTERPRET else "recorded"
     assert capsys.readouterr().out.splitlines()[-1] == (
-        "2 recorded; not recorded: missing (FAILED: FileNotFoundError: missing), --profile (FAILED)"
+        f"2 {done_so}; not recorded: missing (FAILED: FileNotFoundError: missing), --profile (FAILED)"
     )
     assert tool.main(["--seconds", "0", "right"]) == 1
     assert "not recorded: right (NO TIME LEFT)" in capsys.readouterr().out
@@ -236,6 +237,12 @@ def faults_of_folds(cells: list[Any]) -> list[str]:
             faults.append(f"{place}: a kernel in a hidden cell")
         earlier += [function for _, function in functions]
     return faults
+
+
+@pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem)
+def test_a_chapter_finds_the_book_from_any_folder(path: Path) -> None:
+    """By ``record.results_dir()``."""
+    assert not [cell for cell in program("record_chapters").code_of(path) if "../book" in cell]
 
 
 @pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem)

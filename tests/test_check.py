@@ -138,6 +138,39 @@ def test_the_floor_is_half_a_unit_in_the_last_place(dtype: torch.dtype) -> None:
         assert check.compare("out", out, ref, base).passed == passes
 
 
+FEW = (1, 3, 8, 40)  # elements: scalars, biases of routers, sinks
+
+
+@pytest.mark.parametrize("count", (*FEW, 64, 5000))
+def test_the_floor_of_few_numbers_is_higher(count: int) -> None:
+    ref = torch.ones(count, dtype=torch.float64)
+    for share, passes in ((0.98, True), (1.02, False)):
+        out = ref + share * check.FLOOR[torch.float64] * max(1, 8 / math.sqrt(count))
+        assert check.compare("out", out, ref, ref).passed == passes
+
+
+@pytest.mark.parametrize("factor", (check.FORWARD_FACTOR, check.GRADIENT_FACTOR))
+@pytest.mark.parametrize("count", FEW)
+def test_no_luck_of_pytorchs_makes_a_right_result_of_few_numbers_wrong(count: int, factor: float) -> None:
+    """Errors of one size, drawn anew for ours and for PyTorch's, as another CPU would: two floors are usual in a small model."""
+    ref = torch.ones(count, dtype=torch.float64)
+    for _ in range(500):
+        ours, theirs = (ref + 2 * check.FLOOR[torch.float64] * torch.randn_like(ref) for _ in range(2))
+        check.compare("out", ours, ref, theirs, factor=factor).require()
+
+
+@pytest.mark.parametrize("dtype", check.FLOOR)
+@pytest.mark.parametrize("count", FEW)
+def test_a_fault_in_few_numbers_is_found(count: int, dtype: torch.dtype) -> None:
+    """In the gradient of a bias of so many numbers: one of 18 tokens is left out, or a factor is wrong."""
+    dy = torch.randn(18, count, dtype=torch.float64).add(1).to(dtype)
+    ref, base = dy.double().sum(0), dy.sum(0)
+    wrong = 1e-11 if dtype == torch.float64 else 1e-4 if dtype == torch.float32 else 0.1
+    for out in (dy[:-1].sum(0), dy[1:].sum(0), (ref * (1 + wrong)).to(dtype)):
+        assert not check.compare("dbias", out, ref, base, factor=check.GRADIENT_FACTOR).passed
+    assert check.compare("dbias", base, ref, base, factor=check.GRADIENT_FACTOR).passed
+
+
 @pytest.mark.parametrize("scale", (0.0, 1e-3, 1.0, 1e3))
 def test_an_element_may_be_off_by_sixteen_times_pytorchs_largest_error_and_four_floors(scale: float) -> None:
     ref = torch.full((1000,), scale, dtype=torch.float64)

@@ -3,7 +3,10 @@
 import argparse
 import dataclasses
 import itertools
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from conftest import _part
 
 import kernelbook
 from kernelbook import runtime
@@ -18,6 +22,8 @@ from kernelbook.lab import bench as registry
 from kernelbook.lab import cli, older, profiling, timing
 from kernelbook.layer_norm import op
 from kernelbook.train import command as training
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.mark.slow
@@ -90,6 +96,8 @@ def test_a_wrong_command_line_is_explained(arguments: list[str], capsys: pytest.
         "profile --config file", "tune kitchen", "tune nf4 --minutes -1", "tune nf4 --minutes nan", "tune nf4 --shape M",
         "tune nf4 --out file", "train --out file", "train --out new --lr nan", "train --out new --beta1 3",
         "train --out new --seed 99999999999999999999", "train --out new --text nowhere", "train --out new --heads 0",
+        "judge file", "judge nothere", "judge --task nothere", "judge nothere --task vector_add", "judge file --task nothere",
+        "profile --out /proc/new",
     ),
 )  # fmt: skip
 def test_whatever_is_typed_is_answered_in_a_sentence(
@@ -145,7 +153,7 @@ def test_no_value_of_any_option_ends_in_a_traceback(
         monkeypatch.setattr(cli, name, lambda *_, value=value, **__: value)
     monkeypatch.setattr(training, "_run", lambda *_: 0)
     step_of = profiling._step_of
-    monkeypatch.setattr(profiling, "_step_of", lambda given: step_of(given) and (lambda: None))
+    monkeypatch.setattr(profiling, "_step_of", lambda given: step_of(given) and (lambda: torch.zeros(())))
     monkeypatch.setattr(
         profiling.StepProfiler, "close", lambda _: profiling.Report(Path(), None, Path(), 1, [], 0.0, None)
     )
@@ -387,3 +395,35 @@ def test_what_bench_cannot_take_is_named(
         cli.main(["bench", "nf4", *given])
     said = capsys.readouterr().err
     assert given[0] in said and wrong in said and given[1] in said
+
+
+def _make(*arguments: str, folder: Path = ROOT, **environment: str) -> "subprocess.CompletedProcess[str]":
+    command = ["make", "--no-print-directory", *arguments]
+    return subprocess.run(
+        command, cwd=folder, env=os.environ | environment, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.skipif(runtime.DEVICE.type == "cuda", reason="about machines without a GPU")
+@pytest.mark.parametrize("target", ("test-gpu", "test-turing"))
+def test_the_tests_of_a_gpu_say_at_once_that_there_is_none(target: str) -> None:
+    done = _make(target, f"PY={sys.executable}")
+    assert done.returncode != 0 and "no GPU runs kernels here" in done.stderr and not done.stdout
+
+
+@pytest.mark.parametrize("part", ("3/2", "0/2", "x", "1"))
+def test_a_part_of_the_tests_that_is_none(part: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=f"must be I/N with I from 1 to N, got {part}"):
+        _part(part)
+
+
+def test_pins_stay_where_they_cannot_be_made_anew(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    for name, text in (("requirements.txt", "pins"), ("uv", "#!/bin/sh\nexit 1")):
+        (tmp_path / name).write_text(text)
+    (tmp_path / "uv").chmod(0o755)
+    done = _make("lock", folder=tmp_path, PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert done.returncode != 0 and (tmp_path / "requirements.txt").read_text() == "pins"
+    (tmp_path / "uv").write_text("#!/bin/sh\necho torch==1")
+    assert _make("lock", folder=tmp_path, PATH=f"{tmp_path}:{os.environ['PATH']}").returncode == 0
+    assert (tmp_path / "requirements.txt").read_text().splitlines()[1:] == ["torch==1"]

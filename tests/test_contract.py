@@ -2,29 +2,39 @@
 autocast, gradients, meta tensors. What is particular to a function stands in the tests of its room.
 """
 
+import contextlib
+import copy
 import dataclasses
 import enum
 import functools
 import inspect
 import re
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from promises import DEVICE, PROMISES, Given, Promise, draw, ids
+import torch.distributed as dist
+from promises import DEVICE, MODULES, PROMISES, Given, Promise, draw, ids, routed
 from tensors import far_apart
 from tiny_models import tiny_model
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.checkpoint import checkpoint
 
 import kernelbook as kb
 from kernelbook import nn, runtime
+from kernelbook.distributed.exchange import exchange
 from kernelbook.interop import transformers as interop
 from kernelbook.train import ChunkAdamW, TrainConfig
 from kernelbook.train.chunks import chunk_norms
+
+CALLS = PROMISES | MODULES
 
 
 def _that(has: str, *, gradients: bool = False) -> Any:
@@ -52,17 +62,29 @@ def _tensors(result: Any, given: Given) -> list[torch.Tensor]:
     return found or [given["k_pages"], given["v_pages"]]
 
 
-def _with_gradients(promise: Promise, given: Given) -> list[torch.Tensor]:
-    """Results and gradients."""
+def _weights(result: torch.Tensor) -> torch.Tensor:
+    return torch.linspace(-1, 1, result.numel(), dtype=torch.float64, device=DEVICE).to(result).view(result.shape)
+
+
+def _with_gradients(
+    promise: Promise,
+    given: Given,
+    *,
+    call: Callable[[Given], Any] | None = None,
+    weigh: Callable[[torch.Tensor], torch.Tensor] = _weights,
+    times: int = 1,
+) -> list[torch.Tensor]:
+    """Results and gradients, dense: of the promise's ``call``, or of another; as many ``times`` in one graph."""
     names = _leaves(promise, given)
     given = given | {n: given[n].detach().requires_grad_() for n in names}
-    results = _tensors(promise.call(given), given)
+    results = _tensors((call or promise.call)(given), given)
     if not names:
         return results
     wanted = [r for r in results if r.requires_grad]
-    weights = [torch.linspace(-1, 1, r.numel(), device=DEVICE).to(r).view(r.shape) for r in wanted]
-    grads = torch.autograd.grad(wanted, [given[n] for n in names], weights)
-    return [*(r.detach() for r in results), *grads]
+    for n in range(times):
+        torch.autograd.backward(wanted, [weigh(r) for r in wanted], retain_graph=n + 1 < times)
+    grads = [given[n].grad / times for n in names]
+    return [*(r.detach() for r in results), *(g.to_dense() if g.is_sparse else g for g in grads)]
 
 
 def _equal(found: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float = 2e-5) -> None:
@@ -95,14 +117,18 @@ def test_strides_change_nothing(name: str, lie: Callable[[torch.Tensor], torch.T
     _equal(_with_gradients(promise, other), expected)
 
 
+def _without_rows(value: Any) -> Any:
+    return kb.route(value.expert_ids[:0], value.num_experts) if isinstance(value, kb.Routing) else value[:0]
+
+
 @_that("empty")
-def test_no_rows_give_no_rows(name: str) -> None:
+def test_no_rows_give_nothing_and_zeros(name: str) -> None:
     promise = PROMISES[name]
-    if promise.rows:
-        given = promise.given()
-        found = _with_gradients(promise, given | {promise.rows: given[promise.rows][:0]})
-        assert found[0].numel() == 0
-        assert all(torch.equal(t, torch.zeros_like(t)) for t in found)
+    given = promise.given()
+    assert promise.rows
+    found = _with_gradients(promise, given | {n: _without_rows(given[n]) for n in promise.rows.split()})
+    assert all(torch.equal(t, torch.zeros_like(t)) for t in found)
+    assert any(t.numel() == 0 for t in found) or promise.op in ("sparse_dw", "route")
 
 
 @pytest.mark.skipif(not runtime.INTERPRET, reason="memory that is reserved, not touched")
@@ -114,12 +140,13 @@ def test_offsets_are_64_bit(name: str, overflow_raises: Callable[[], None]) -> N
     copied = _copied(given)
     expected = _tensors(promise.call(copied), copied)
     overflow_raises()
-    for n in _floats(given):
-        if given[n].ndim > 1:
-            fresh = _copied(given)
-            rows, *_ = fresh[n].shape
-            fresh[n] = far_apart(fresh[n], 2**31 // max(1, rows - 1) + 16, *fresh[n].stride()[1:-1])
-            _equal(_tensors(promise.call(fresh), fresh), expected)
+    matrices = [n for n, value in given.items() if isinstance(value, torch.Tensor) and value.ndim > 1]
+    assert matrices
+    for n in matrices:
+        fresh = _copied(given)
+        tensor = fresh[n].int() if fresh[n].dtype == torch.int64 else fresh[n]  # half of the memory
+        fresh[n] = far_apart(tensor, 2**31 // max(1, len(tensor) - 1) + 16, *tensor.stride()[1:-1])
+        _equal(_tensors(promise.call(fresh), fresh), expected)
 
 
 # --- bad input ------------------------------------------------------------------------------------------------------
@@ -142,6 +169,24 @@ def test_what_is_no_such_tensor_is_named(name: str) -> None:
         for other in bad:
             with pytest.raises((TypeError, ValueError), match=rf"{op}: .*\b{n}\b.*(got|must)"):
                 promise.call(promise.given() | {n: other})
+
+
+@pytest.mark.parametrize("name", [n for n in CALLS if "forward mode" not in CALLS[n].but and n != "GPT"])
+def test_integers_are_refused(name: str) -> None:
+    promise = CALLS[name]
+    given = promise.given()
+    first = _floats(given)[0]
+    with pytest.raises((TypeError, RuntimeError)):
+        promise.call(given | {first: given[first].int()})
+
+
+def test_every_public_function_and_module_is_asked() -> None:
+    called = {promise.op or name.split()[0].strip(",") for name, promise in CALLS.items()}
+    public = [n for m in (kb, nn) for n in m.__all__ if isinstance(getattr(m, n), types.FunctionType)]
+    public += [
+        n for n in nn.__all__ if isinstance(getattr(nn, n), type) and issubclass(getattr(nn, n), torch.nn.Module)
+    ]
+    assert set(public) - called == {"same_bits", "swap"}
 
 
 # --- compilers, modes, other tensors ----------------------------------------------------------------------------------
@@ -199,11 +244,33 @@ def test_compiles_to_one_graph(name: str, dynamic: bool) -> None:
         for call in (compiled, lambda *t: step(promise.function, *t))
     ]
     shapes: list[Given] = [{}]  # for another one what is not dynamic is compiled anew, as for the first
-    if dynamic and promise.rows and "empty" not in promise.but:
+    if dynamic and promise.rows in given:
         shapes.append({promise.rows: torch.cat((given[promise.rows],) * 2)})
     for more in shapes:
         found, expected = (_with_gradients(way, _copied(given | more)) for way in ways)
         _equal(found, expected, 1e-5)
+
+
+def test_experts_are_not_counted_where_ids_cannot_be_read() -> None:
+    promise = CALLS["gated_experts, count"]
+    given = promise.given()
+    x, expert_ids, others = given.pop("x"), given.pop("expert_ids"), given
+
+    class Experts(torch.nn.Module):
+        def forward(self, x: torch.Tensor, expert_ids: torch.Tensor) -> Any:
+            return nn.gated_experts(x, expert_ids=expert_ids, **others)
+
+    said = "active must be 'auto', 'all' or 'bound' where the host cannot read the ids"
+    torch.compiler.reset()
+    _equal([torch.compile(Experts(), backend="eager")(x, expert_ids)], [Experts()(x, expert_ids)])
+    torch.compiler.reset()
+    with pytest.raises(RuntimeError, match=said):
+        torch.compile(Experts(), backend="eager", fullgraph=True)(x, expert_ids)
+    for strict in (False, True):
+        with pytest.raises((ValueError, RuntimeError), match=said):
+            torch.export.export(Experts(), (x, expert_ids), strict=strict)
+    with pytest.raises(ValueError, match=said):
+        nn.experts.choose_experts(expert_ids.to("meta"), 3, "count")
 
 
 @_that("meta")
@@ -222,11 +289,33 @@ def test_meta_tensors_have_the_shapes_of_results(name: str) -> None:
         assert ours.is_meta and ours.shape == real.shape and ours.dtype == real.dtype
 
 
-@_that("forward mode", gradients=True)
-def test_forward_mode_is_refused_not_left_out(name: str) -> None:
-    promise = PROMISES[name]
+@pytest.mark.parametrize("name", CALLS)
+def test_a_trace_of_fake_tensors_computes_the_same(name: str) -> None:
+    promise = CALLS[name]
     given = promise.given()
-    first = _leaves(promise, given)[0]
+    names = [n for n, v in given.items() if isinstance(v, torch.Tensor)]
+    fresh = _copied(given)
+    expected = _tensors(promise.call(fresh), fresh)
+
+    def call(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        fresh = given | dict(zip(names, tensors, strict=True))
+        return _tensors(promise.call(fresh), fresh)
+
+    trace = make_fx(call, tracing_mode="fake", _allow_non_fake_inputs=True)
+    try:
+        traced = trace(*(given[n] for n in names))
+    except ValueError as error:
+        assert "active must be 'auto', 'all' or 'bound' where the host cannot read the ids" in str(error)
+        assert given["active"] == "count"
+    else:
+        _equal(traced(*(_copied(given)[n] for n in names)), expected, 1e-6)
+
+
+@pytest.mark.parametrize("name", [n for n in CALLS if "forward mode" not in CALLS[n].but])
+def test_forward_mode_is_refused_not_left_out(name: str) -> None:
+    promise = CALLS[name]
+    given = promise.given()
+    first = _floats(given)[0]
     call = lambda x: _tensors(promise.call(given | {first: x}), given)[0]  # noqa: E731
     x = given[first]
     with pytest.raises(NotImplementedError, match=r"must be differentiated by torch\.autograd"):
@@ -304,6 +393,155 @@ def test_a_result_can_be_changed_in_place(name: str) -> None:
     assert all(given[n].grad is not None and torch.isfinite(given[n].grad).all() for n in names)
 
 
+# --- ways to a backward pass ------------------------------------------------------------------------------------------
+
+_differentiable = pytest.mark.parametrize("name", [n for n, p in CALLS.items() if p.grads != ()])
+
+
+def _checkpointed(promise: Promise, given: Given, reentrant: bool) -> list[torch.Tensor]:
+    def call(given: Given) -> Any:
+        names = [n for n, v in given.items() if isinstance(v, torch.Tensor)]
+        return checkpoint(
+            lambda *t: promise.call(given | dict(zip(names, t, strict=True))),
+            *(given[n] for n in names),
+            use_reentrant=reentrant,
+        )
+
+    return _with_gradients(promise, given, call=call)
+
+
+def _saved(promise: Promise, given: Given, context: contextlib.AbstractContextManager[Any]) -> list[torch.Tensor]:
+    def call(given: Given) -> Any:
+        with context:
+            return promise.call(given)
+
+    return _with_gradients(promise, given, call=call)
+
+
+def _spread(promise: Promise, given: Given) -> list[torch.Tensor]:
+    """Checks gradients of a sum, of which each element is the same one in memory."""
+    ones = _with_gradients(promise, _copied(given), weigh=torch.ones_like)
+    _equal(_with_gradients(promise, _copied(given), weigh=lambda r: r.new_ones(()).expand(r.shape)), ones)
+    return _with_gradients(promise, given)
+
+
+WAYS: dict[str, Callable[[Promise, Given], list[torch.Tensor]]] = {
+    "checkpoint": lambda promise, given: _checkpointed(promise, given, False),
+    "reentrant checkpoint": lambda promise, given: _checkpointed(promise, given, True),
+    "save_on_cpu": lambda promise, given: _saved(promise, given, torch.autograd.graph.save_on_cpu()),
+    "hooks": lambda promise, given: _saved(
+        promise, given, torch.autograd.graph.saved_tensors_hooks(lambda t: [t.clone()], lambda kept: kept.pop())
+    ),
+    "twice": lambda promise, given: _with_gradients(promise, given, times=2),
+    "a gradient of no memory": _spread,
+}
+
+
+@_differentiable
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_are_the_same_in_any_way(name: str, way: str) -> None:
+    promise = CALLS[name]
+    given = promise.given()
+    _equal(WAYS[way](promise, _copied(given)), _with_gradients(promise, _copied(given)), 1e-6)
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("dtype", (torch.float64, torch.bfloat16))
+def test_a_default_dtype_changes_nothing(name: str, dtype: torch.dtype) -> None:
+    promise = CALLS[name]
+    torch.manual_seed(0)
+    given = promise.given()
+    expected = _with_gradients(promise, _copied(given))
+    with _default_dtype(dtype):
+        if name in PROMISES:  # a module's parameters would be of that dtype
+            torch.manual_seed(0)
+            given = promise.given()
+        found = _with_gradients(promise, given)
+    _equal(found, expected, 1e-6)
+
+
+def _memory(value: Any) -> list[torch.Tensor]:
+    """The tensors of an argument that somebody may change."""
+    if isinstance(value, kb.NF4Tensor):
+        return [value.packed, value.absmax]
+    if isinstance(value, nn.Float8Tensor):
+        return [value.scale]
+    return [t for t in tree_leaves(value) if isinstance(t, torch.Tensor)]
+
+
+@_differentiable
+def test_what_is_changed_before_the_backward_pass_is_an_error(name: str) -> None:
+    """Or makes no difference to it."""
+    promise = CALLS[name]
+    given = promise.given()
+    names = _leaves(promise, given)
+    expected = _with_gradients(promise, _copied(given))[-len(names) :]
+    for changed in given:
+        fresh = copy.deepcopy(given)
+        leaves = {n: fresh[n].requires_grad_() for n in names}
+        fresh |= {n: leaf.clone() for n, leaf in leaves.items()}
+        wanted = [r for r in _tensors(promise.call(fresh), fresh) if r.requires_grad]
+        for tensor in _memory(fresh[changed]):
+            tensor.detach().zero_()
+        try:
+            torch.autograd.backward(wanted, [_weights(r) for r in wanted])
+        except RuntimeError as error:
+            assert "modified by an inplace operation" in str(error)
+        else:
+            grads = [leaves[n].grad for n in names]
+            _equal([g.to_dense() if g.is_sparse else g for g in grads], expected)
+
+
+def test_ids_that_an_exchange_keeps_are_among_them(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        given = routed()
+        y = exchange(
+            lambda rows, ids, gates: rows * gates,
+            given["x"].requires_grad_(),
+            given["expert_ids"],
+            given["gates"],
+            num_experts=3,
+            share=3,
+            group=dist.group.WORLD,
+        )
+        given["expert_ids"].zero_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+    finally:
+        dist.destroy_process_group()
+
+
+@_differentiable
+def test_gradients_of_many_vectors_are_right_or_refused(name: str) -> None:
+    promise = CALLS[name]
+    given = promise.given()
+    names = _leaves(promise, given)
+    leaves = [given[n].requires_grad_() for n in names]
+    y = next(r for r in _tensors(promise.call(given), given) if r.requires_grad)
+    vectors = torch.stack([_weights(y), torch.ones_like(y)])
+
+    def gradients(vectors: torch.Tensor, batched: bool) -> list[torch.Tensor]:
+        return list(torch.autograd.grad(y, leaves, vectors, retain_graph=True, is_grads_batched=batched))
+
+    try:
+        found = gradients(vectors, True)
+    except NotImplementedError as error:
+        assert "must be" in str(error)
+    else:
+        _equal(found, [torch.stack(pair) for pair in zip(*(gradients(v, False) for v in vectors), strict=True)])
+
+
 # --- numbers --------------------------------------------------------------------------------------------------------
 
 Q = torch.randn(1, 1, 20, 16, generator=torch.Generator().manual_seed(0)).to(DEVICE)
@@ -350,9 +588,9 @@ def _cache_length(n: Any) -> torch.Tensor:
     return ids(interop.fast_generate(_model(), max_length=n).generation_config.max_cache_len)
 
 
-def _loss(n: Any) -> torch.Tensor:
+def _loss(name: str) -> Callable[[Any], torch.Tensor]:
     ids = torch.arange(1, 11, device=DEVICE).view(2, 5)
-    return interop.loss_in_pieces(_model(), ids, ids, piece=n)
+    return lambda n: interop.loss_in_pieces(_model(), ids, ids, **{name: n})
 
 
 @functools.cache
@@ -408,7 +646,7 @@ INTEGERS: dict[str, tuple[Callable[[Any], torch.Tensor], int]] = {
     "quantize_experts block_size": (_quantized("model"), 64),
     "NF4ExpertsConfig block_size": (lambda n: ids(interop.NF4ExpertsConfig(block_size=n).block_size), 64),
     "fast_generate max_length": (_cache_length, 64),
-    "loss_in_pieces piece": (_loss, 4),
+    **{f"loss_in_pieces {name}": (_loss(name), 4) for name in ("piece", "num_items_in_batch", "ignore_index")},
     "NF4Linear.add_lora rank": (lambda n: nn.NF4Linear(64, 64).add_lora(n).lora_b, 2),
     "SparseFFN features": (_size_of(nn.SparseFFN, {"neurons": 3}, "features"), 5),
     "SparseFFN neurons": (_size_of(nn.SparseFFN, {"features": 3}, "neurons"), 5),
@@ -469,7 +707,7 @@ def _may_be(name: str) -> tuple[Callable[[Any], torch.Tensor], Any, list[Any], l
         nothing.append(float(number))
     else:
         others += [float(number), *([np.float32(number)] if number == np.float32(number) else [])]
-    if name != "nf4_matmul expert":  # which may be a tensor
+    if name not in ("nf4_matmul expert", "loss_in_pieces num_items_in_batch"):  # which may be tensors
         nothing.append(torch.tensor(number))
     return call, number, others, nothing
 
@@ -502,6 +740,11 @@ def test_a_compiler_takes_no_other_numbers(name: str) -> None:
 
 
 # PyTorch's own arguments of modules that stand in for its own.
+def test_every_public_function_has_an_entry() -> None:
+    functions = {name for name in kb.__all__ if inspect.isfunction(getattr(kb, name))}
+    assert functions - {*PROMISES} == {"same_bits"}  # which is a context
+
+
 PYTORCHS = {
     *(f"{kind} {name}" for kind in ("LayerNorm", "RMSNorm") for name in ("normalized_shape", "eps")),
     *(

@@ -186,6 +186,35 @@ def test_gradients_are_averaged_however_large(
         assert parameter.grad is not None and torch.equal(parameter.grad.to_dense(), grad / 2)
 
 
+@pytest.mark.parametrize("at_once", (0, 2**20), ids=("by itself", "together with others"))
+def test_gradients_are_averaged_after_a_backward_pass_that_raised(
+    at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def stop(_: torch.Tensor) -> None:
+        raise ArithmeticError
+
+    monkeypatch.setattr(gradients, "AT_ONCE", at_once)
+    weight, scale = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        keep_equal([weight, scale])
+        broken = torch.ones(2, requires_grad=True)
+        broken.register_hook(stop)
+        with pytest.raises(ArithmeticError) as kept:  # and its frames
+            (broken * weight * scale).sum().backward()
+        weight.grad = scale.grad = None
+        (weight * scale).sum().backward()
+        assert weight.grad.tolist() == scale.grad.tolist() == [0.5, 0.5] and kept.value
+        table = torch.nn.Embedding(4, 2, sparse=True)
+        keep_equal(table.parameters())
+        with pytest.raises(TypeError, match="keep_equal: gradients must be dense, got a sparse one"):
+            table(torch.tensor([1])).sum().backward()
+    finally:
+        dist.destroy_process_group()
+
+
 def test_what_has_no_row_an_expert_stays_whole() -> None:
     module = GatedExperts(3, 5, 7, device=runtime.DEVICE)
     module.shared = torch.nn.Parameter(torch.zeros(5, 3, device=runtime.DEVICE))

@@ -13,7 +13,7 @@ from kernelbook.lab.bench import ROOMS
 
 ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src" / "kernelbook"
-ABOVE_THE_ROOMS = {"nn", "distributed", "train", "interop", "lab"}
+ABOVE_THE_ROOMS = {"study", "nn", "distributed", "train", "interop", "lab"}
 
 # What each door of a room may import of the package (the room's own modules apart) and of the outside world.
 DOORS = {
@@ -51,7 +51,7 @@ DOORS_THAT_MAY_BE = {
     ),
 }
 # A room is measured by lab/bench/<room>.py.
-BENCH = {"runtime", "check", "arguments", "launch", "memory", "observed", "packed", "tensors", "lab"}
+BENCH = {"runtime", "check", "arguments", "launch", "memory", "observed", "packed", "study", "tensors", "lab"}
 # What kernels of several rooms call, the product that several rooms launch, and the kernels that only read, which benches measure.
 SHARED_BY_KERNELS = {"linear.py", "tiles.py", "lab/floor.py", "packed/kernels.py", "packed/kernels_nvidia.py"}
 OWN_MODULES = {
@@ -211,7 +211,7 @@ def test_kernels_live_in_rooms_in_the_modules_in_the_training_loop_and_between_r
             if isinstance(node, ast.FunctionDef)
             for decorator in node.decorator_list
         ]
-        shared = path.relative_to(SRC).as_posix() in SHARED_BY_KERNELS
+        shared = path.parent.name == "study" or path.relative_to(SRC).as_posix() in SHARED_BY_KERNELS
         if not shared and any(decorator.startswith("triton.jit") for decorator in decorators):
             assert path.name in ("kernels.py", *DOORS_THAT_MAY_BE) and path.parent.name in {
                 *ROOMS,
@@ -310,3 +310,9 @@ def test_the_pages_of_the_package_list_what_is_public() -> None:
     listed = set(re.findall(r"auto(?:function|class):: kernelbook\.([\w.]+)", pages))
     public = {*kernelbook.__all__, *(f"nn.{name}" for name in nn.__all__)} - {"__version__", "runtime"}
     assert public <= listed, public - listed
+
+
+def test_every_tool_parses_its_arguments() -> None:
+    """So that ``--help``, or a word that it does not know, starts nothing. Two are started by other programs only."""
+    tools = {path for path in ROOT.glob("tools/**/*.py") if '__name__ == "__main__"' in path.read_text()}
+    assert {path.stem for path in tools if "parse_args(" not in path.read_text()} == {"measure_job", "warm_python"}

@@ -48,14 +48,18 @@ def test_a_recording_is_consistent(name: str) -> None:
     assert 0 <= recording["answer"] < len(recording["choices"])
     assert 0 <= recording["asked"] < len(recording["runs"])  # the run that plays when a prediction is locked in
     colours = set(re.findall(r"\.c-(\w)\b", (STATIC / "book.css").read_text(encoding="utf-8"))) | {"."}
+    legend, seen = set(recording["legend"]), set()
     for run in recording["runs"]:
         assert list(run["facts"]) == list(recording["runs"][0]["facts"])
-        for frame in run["frames"]:
-            for panel, start, codes, *words in frame.get("set", []):
-                assert start >= 0
-                assert start + len(codes) <= sizes[panel]
-                assert set(codes) <= colours
-                assert not words or len(words[0]) == len(codes)
+        changes = [change for frame in run["frames"] for change in frame.get("set", [])]
+        assert any(codes.strip(".") for _, _, codes, *_ in changes), "nothing happens"
+        for panel, start, codes, *words in changes:
+            assert 0 <= start <= start + len(codes) <= sizes[panel]
+            assert not words or len(words[0]) == len(codes)
+            seen |= set(codes)
+    assert legend <= seen <= colours
+    if not any("a colour each" in meaning for meaning in recording["legend"].values()):
+        assert seen <= legend | {"."}
 
 
 def test_the_script_and_a_page_s_data_are_small() -> None:

@@ -26,6 +26,7 @@ from transformers import (
     StaticCache,
     masking_utils,
 )
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kernelbook import check, runtime
 from kernelbook.attention import flash_attention
@@ -171,10 +172,10 @@ def test_a_padded_batch_with_sinks_or_a_soft_cap_is_the_models_own(name: str, ca
 
 
 def _eager_attention_forward(
-    module: torch.nn.Module, q: Any, k: Any, v: Any, mask: Any, scaling: float, **given: Any
+    module: torch.nn.Module, q: Any, k: Any, v: Any, mask: Any, scaling: float, gate: Any = 1, **given: Any
 ) -> Any:
     scores = scaling * q @ k.mT + (0 if mask is None else mask)
-    weights = scores.softmax(-1) * given.get("gate", 1)
+    weights = scores.softmax(-1) * gate
     return (weights @ v).transpose(1, 2), weights
 
 
@@ -198,6 +199,8 @@ def test_an_unknown_keyword_is_the_models_own(is_causal: bool, calls: list[dict[
     assert not calls
     module(interop.attention_forward, q, gate=None, use_cache=True, is_causal=is_causal)
     assert len(calls) == 1
+    with pytest.raises(ValueError, match=r"attention_forward: other must be None .* got Tensor from _Gated"):
+        module(interop.attention_forward, q, other=gate, is_causal=is_causal)
 
 
 def test_an_unknown_keyword_of_a_module_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,6 +221,39 @@ def test_a_window_without_a_mask_is_an_error() -> None:
         ValueError, match=r"sliding_window must be part of attention_mask .* got 4 for 9 keys and no mask"
     ):
         interop.attention_forward(torch.nn.Module(), q, q, q, None, sliding_window=4)
+
+
+@pytest.mark.parametrize("dtype", (torch.int64, torch.int32, torch.uint8), ids=str)
+def test_a_mask_of_integers_is_an_error(dtype: torch.dtype) -> None:
+    """It would be added to the scores, or mean yes and no: the models do not say. None is taken for a statement."""
+    q = randn(1, 2, 9, 8)
+    for mask in (torch.ones(1, 1, 9, 9, dtype=dtype), torch.ones(1, 1, 1, 9, dtype=dtype).tril()):
+        with pytest.raises(ValueError, match=rf"attention_mask must be of booleans or floating point, got {dtype}"):
+            interop.attention_forward(torch.nn.Module(), q, q, q, mask.to(q.device))
+        model = _ours(_model("llama"))
+        with pytest.raises(ValueError, match="attention_mask must be of booleans"):
+            model(tokens(1, 9), attention_mask=mask.to(q.device))
+
+
+class _Selects(torch.nn.Module):
+    """An attention that selects keys by its mask, and needs one."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        attend = ALL_ATTENTION_FUNCTIONS[interop.NAME]
+        mask = mask if mask is None else mask & (x[:, :, None, :, 0] > 0)
+        out: torch.Tensor = attend(self, x, x, x, mask)[0]
+        return out
+
+
+def test_a_module_that_computes_with_masks_needs_its_own() -> None:
+    interop.register()
+    module, q = _Selects(), randn(1, 2, 9, 8)
+    own = torch.ones(1, 1, 9, 9, dtype=torch.bool, device=q.device).tril()
+    assert module(q, own).shape == (1, 9, 2, 8)
+    with pytest.raises(
+        ValueError, match=r"_Selects computes with its attention mask; kernelbook\.nn\.swap leaves it alone"
+    ):
+        module(q, None)
 
 
 def test_a_step_compiled_once_serves_all_lengths() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -301,6 +302,10 @@ def test_merging_says_what_it_loses(into: str, tmp_path: Path) -> None:
         ids = tokens()
         with torch.no_grad():
             torch.testing.assert_close(merged(ids).logits, exact(ids).logits, rtol=1e-3, atol=1e-3)
+            merged.save_pretrained(tmp_path / "merged")
+            assert "quantization_config" not in json.loads((tmp_path / "merged" / "config.json").read_text())
+            again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").to(runtime.DEVICE)
+            torch.testing.assert_close(again(ids).logits, merged(ids).logits, rtol=1e-5, atol=1e-5)
     else:
         assert all(0.03 < error.of_weights < 0.3 < error.of_update * 10 for error in errors.values())
         assert any(not torch.equal(q.packed, old) for q, old in zip(packed(merged), before, strict=True))
@@ -312,6 +317,17 @@ def test_merging_says_what_it_loses(into: str, tmp_path: Path) -> None:
 def read(model: Any, name: str) -> torch.Tensor:
     module, _, parameter = name.rpartition(".")
     return getattr(model.get_submodule(module), parameter).detach()
+
+
+def test_a_model_that_is_dense_in_part_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish(tmp_path, num_hidden_layers=1)
+    model = load(tmp_path).to(runtime.DEVICE)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    assert model.num_parameters() == sum(p.numel() for p in model.parameters())
+    name = interop.expert_parameters(model)[0]
+    interop_peft.merge_experts(with_lora(model, target_parameters=[name]), into="dense")
+    with pytest.raises(ValueError, match=r"what was packed must still be, or all be dense, got a dense .*gate_up_proj"):
+        model.save_pretrained(tmp_path / "mixed")
 
 
 def test_nothing_is_lost_of_nothing(tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
 """Loading, saving and training with ``NF4ExpertsConfig``: experts that are 4-bit from the moment they are read."""
 
+import copy
 import gc
 import json
 import math
+import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from tiny_models import MODELS, dequantized, losses, tiny_model, tokens
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
 from kernelbook import runtime
+from kernelbook.interop import peft as interop_peft
 from kernelbook.interop import transformers as interop
 from kernelbook.interop import transformers_experts
 from kernelbook.interop import transformers_quantizer as quantizer
@@ -181,11 +184,11 @@ def test_the_kernels_run_what_was_loaded(tmp_path: Path) -> None:
     assert torch.equal(model.generate(ids[:, :4], **options), dense.generate(ids[:, :4], **options))
 
 
-def _with_lora(model: Any) -> Any:
+def _with_lora(model: Any, count: int | None = None) -> Any:
     import peft
 
     settings = peft.LoraConfig(
-        r=2, lora_alpha=4, target_modules=["q_proj"], target_parameters=interop.expert_parameters(model)
+        r=2, lora_alpha=4, target_modules=["q_proj"], target_parameters=interop.expert_parameters(model)[:count]
     )
     return interop.use_kernels(peft.get_peft_model(model, settings))
 
@@ -212,7 +215,42 @@ def test_fine_tuning_with_peft(tmp_path: Path) -> None:
     assert torch.equal(again.generate(**how), model.generate(**how))
 
 
-def test_trainer_trains_what_was_loaded(tmp_path: Path) -> None:
+@pytest.mark.parametrize("start", ("dense", "packed"))
+def test_experts_that_became_dense_are_saved_as_such(start: str, tmp_path: Path) -> None:
+    saved("qwen3_moe", tmp_path / "dense")
+    load(tmp_path / "dense", NF4ExpertsConfig(block_size=32)).save_pretrained(tmp_path / "packed")
+    model = load(tmp_path / start, NF4ExpertsConfig(block_size=32) if start == "dense" else None)
+    wrapped = _with_lora(copy.deepcopy(model))
+    interop_peft.merge_experts(wrapped, into="dense")
+    merged, ids = wrapped.merge_and_unload(), tokens()
+    merged.save_pretrained(tmp_path / "merged")
+    assert "quantization_config" not in json.loads((tmp_path / "merged" / "config.json").read_text())
+    again = load(tmp_path / "merged").to(runtime.DEVICE)
+    assert not any(isinstance(weight, NF4Tensor) for weight in packed(again).values())
+    with torch.no_grad():
+        torch.testing.assert_close(again(ids).logits, merged(ids).logits, rtol=1e-5, atol=1e-5)
+        assert_same(packed(interop.use_kernels(model)), packed(load(tmp_path / "packed")))  # it was a copy
+    wrapped = _with_lora(model, 2)  # of the first layer alone
+    interop_peft.merge_experts(wrapped, into="dense")
+    with pytest.raises(
+        ValueError, match=r"save_pretrained: what was packed must still be, or all be dense, got .*down_proj"
+    ):
+        wrapped.merge_and_unload().save_pretrained(tmp_path / "mixed")
+
+
+def test_parameters_are_counted_without_bitsandbytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved("olmoe", tmp_path)
+    model = load(tmp_path, NF4ExpertsConfig(block_size=32))
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    total = sum(p.numel() for p in model.parameters())
+    for each in (model, copy.deepcopy(model), _with_lora(model).get_base_model()):
+        assert each.is_loaded_in_4bit
+        assert each.num_parameters() == sum(p.numel() for p in each.parameters()) >= total
+        assert each.num_parameters(exclude_embeddings=True) < each.num_parameters()
+
+
+def test_trainer_trains_what_was_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     saved("qwen3_moe", tmp_path / "dense", num_experts=3)
     model = _with_lora(load(tmp_path / "dense", NF4ExpertsConfig(True, block_size=32)))
     before = packed(model.get_base_model())

@@ -26,7 +26,7 @@ from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import kernelbook as kb
-from kernelbook import interpreter, launch, memory, operators, plans, runtime
+from kernelbook import interpreter, launch, memory, operators, plans, runtime, train
 
 # isort: split
 import triton.language as tl
@@ -117,6 +117,34 @@ def test_a_kept_descriptor_keeps_no_memory(monkeypatch: pytest.MonkeyPatch) -> N
     launch.Launch._key(0, (launch.Descriptor(x, launch.block(2, 8)),))
     del x
     assert gone() is None
+
+
+def _a_schedule() -> None:
+    weight = torch.nn.Parameter(torch.zeros(64, 8))
+    adam = train.ChunkAdamW([weight])
+    for step in range(3):
+        adam.param_groups[0].update(weight_decay=0.1 * step, betas=(0.9 - 0.1 * step, 0.95), eps=10.0**-step)
+        weight.grad = torch.ones_like(weight)
+        adam.step()
+
+
+def _numbers_of_tokens() -> None:
+    weight = torch.zeros(8192, 1024, dtype=torch.bfloat16)
+    for tokens in (258, 386, 514):
+        kb.scatter_ffn(weight[:tokens], weight, weight, torch.arange(800))
+
+
+@pytest.mark.parametrize("vary", (_a_schedule, _numbers_of_tokens))
+def test_numbers_that_vary_compile_no_kernel_anew(vary: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: dict[Any, set[Any]] = defaultdict(set)
+
+    def record(self: launch.Launch, grid: tuple[int, ...], *args: Any) -> None:
+        launched[self.kernel.fn.__name__].add((self, *map(type, args)))
+
+    monkeypatch.setattr(launch.Launch, "__call__", record)
+    monkeypatch.setattr(runtime, "properties", lambda *_: runtime.TARGETS["sm_90"])
+    vary()
+    assert launched and all(len(ways) == 1 for ways in launched.values()), launched
 
 
 def test_what_no_kernel_takes_is_refused() -> None:

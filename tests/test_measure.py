@@ -148,6 +148,9 @@ def test_the_command_runs_what_was_asked_for_and_needs_a_gpu(
     monkeypatch.setattr(tool.torch.cuda, "device_count", lambda: 0)
     assert tool.main(how) == 2
     assert "no GPU runs kernels here" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        tool.main(["--merge", str(tmp_path / "two")])
+    assert "--merge must name a folder in which jobs have written rows" in capsys.readouterr().err
 
 
 # --- the plan -------------------------------------------------------------------------------------------------------

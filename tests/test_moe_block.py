@@ -3,7 +3,7 @@
 import copy
 import gc
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from kernelbook.nf4 import NF4Tensor, nf4_dequantize, nf4_quantize
 from kernelbook.nn import ClampedSwiGLU, GatedExperts, MoELayer, NF4Linear, load_balancing_loss, moe
 from kernelbook.nn import experts as nn_experts
 from kernelbook.nn.moe import Float8Tensor, LoRAPair, choose_experts, gated_experts
+from kernelbook.nn.parameters import dense_parameter
 from kernelbook.nn.swiglu import swiglu
 from kernelbook.packed.fp4 import fp4_quantize
 
@@ -546,6 +547,37 @@ def test_a_quantized_module_is_saved_by_every_way(double_quant: bool, tmp_path: 
     for other in found:
         assert torch.equal(other(inputs["x"], ids, inputs["gates"]), expected)
         assert isinstance(moe.stored_weight(other, "down"), NF4Tensor) and other.gate_up.shape == (6, 40, 24)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    ((lambda: _module().quantize(block_size=32), "down"), (lambda: NF4Linear(32, 32, device=DEVICE), "weight")),
+    ids=("GatedExperts", "NF4Linear"),
+)
+def test_a_copy_that_becomes_dense_leaves_the_original_alone(make: Callable[[], Any], name: str) -> None:
+    for copied in (copy.deepcopy, lambda module: copy.deepcopy(copy.deepcopy(module)), pickled):
+        module = make()
+        expected = getattr(module, name)
+        other = copied(module)
+        dense_parameter(other, name, getattr(other, name).detach())
+        assert isinstance(moe.stored_weight(module, name), NF4Tensor)
+        assert torch.equal(getattr(module, name), expected) and torch.equal(getattr(other, name), expected)
+        assert type(other) is not type(module) and isinstance(copy.deepcopy(module), type(module).__bases__[0])
+
+
+def pickled(module: torch.nn.Module) -> Any:
+    return copy.deepcopy(pickle.loads(pickle.dumps(module)))
+
+
+@pytest.mark.parametrize("x_dtype", (torch.float16, torch.bfloat16), ids=str)
+def test_nf4_linear_has_the_dtype_of_what_comes_in(x_dtype: torch.dtype) -> None:
+    """The bias and the pair, which are trained, may be float32."""
+    layer = NF4Linear(32, 16, device=DEVICE).add_lora(2)
+    assert layer.bias.dtype == layer.lora_a.dtype == torch.float32
+    x = torch.randn(3, 32, device=DEVICE)
+    found = layer(x.to(x_dtype))
+    assert found.dtype == x_dtype
+    torch.testing.assert_close(found.float(), layer(x.to(x_dtype).float()), rtol=0.02, atol=0.02)
 
 
 def test_conversions_of_a_quantized_module_change_the_dense_dtype_alone() -> None:

@@ -51,6 +51,15 @@ def test_a_trace_observes() -> None:
     assert not any(found)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace", "ignore:Converting a tensor", "ignore::torch.jit.TracerWarning")
+def test_torch_jit_trace_takes_a_norm_without_gradients() -> None:
+    """And the trace is PyTorch's own check's, of another number of rows too. book/package.md promises no more."""
+    norm, x = kb.nn.LayerNorm(8).to(runtime.DEVICE), torch.randn(5, 8, device=runtime.DEVICE)
+    with torch.no_grad():
+        traced = torch.jit.trace(norm, (x[:2],))
+        assert torch.equal(traced(x), norm(x))
+
+
 FIRST_CALL = """
 import sys, torch
 import kernelbook as kb

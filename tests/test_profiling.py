@@ -105,7 +105,9 @@ def test_several_processes_write_folders_of_their_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize("below", ("", "more"))
 def test_a_file_in_the_way_is_found_before_anything_runs(below: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"StepProfiler: out must be a folder to write to, got .*that is a file"):
+    with pytest.raises(
+        ValueError, match=r"StepProfiler: out must be a folder to write to, got .*file.*: Not a directory"
+    ):
         profiling.StepProfiler(tmp_path / "file" / below)
 
 
@@ -127,7 +129,11 @@ def _command(tmp_path: Path, *arguments: str) -> int:
     return cli.main(["profile", "--out", str(tmp_path / "out"), *arguments])
 
 
-@pytest.mark.parametrize("more", ((), ("--lora", "2", "--nf4")), ids=("all parameters", "lora"))
+@pytest.mark.parametrize(
+    "more",
+    ((), ("--lora", "2", "--nf4"), ("--dtype", "float16")),
+    ids=("all parameters", "lora", "float16"),  # whose loss stays finite
+)
 def test_command_with_our_own_layer(more: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ("num_experts=3", "hidden_size=32", "intermediate_size=16", "slots=1")
     assert (
@@ -179,23 +185,33 @@ def test_command_that_cannot_be_run(
     arguments: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert _command(tmp_path, *arguments) == 2
-    assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
+    said = capsys.readouterr().err
+    assert said.startswith("profile: ") and message in said and not (tmp_path / "out").exists()
 
 
 def test_command_with_a_config_refuses_unknown_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("transformers", minversion="5")
+    transformers = pytest.importorskip("transformers", minversion="5")
     from tiny_models import tiny_model
 
     tiny_model("olmoe", num_hidden_layers=1).config.save_pretrained(tmp_path / "config")
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "vocab_size": 64}  # and no experts
+    transformers.LlamaConfig(**sizes, intermediate_size=32, num_hidden_layers=1).save_pretrained(tmp_path / "llama")
+    (tmp_path / "broken").write_text("{")
     for more, message in (
         (("--set", "num_expertz=3"), "--set must name values of OlmoeConfig, got num_expertz"),
         (("--set", "num_hidden_layers=x"), "profile: the model must run, and it raised Strict"),
         (("--set", "num_attention_heads=7"), "profile: the model must run, and it raised RuntimeError: The size of"),
         (("--set", "vocab_size=0"), "profile: the model must run, and it raised"),
         (("--experts", "bogus"), "bogus"),
+        (
+            ("--config", str(tmp_path / "llama"), "--lora", "2"),
+            "--lora must come with a model that has experts, got Llama",
+        ),
+        (("--config", str(tmp_path / "broken")), "is not a valid JSON file"),
     ):
         assert _command(tmp_path, "--config", str(tmp_path / "config"), "--length", "4", *more) == 2
-        assert message in capsys.readouterr().err
+        [said] = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("[transformers]")]
+        assert said.startswith("profile: ") and message in said
 
 
 # --- the Trainer ----------------------------------------------------------------------------------------------------

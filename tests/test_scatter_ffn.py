@@ -496,6 +496,10 @@ def _llama(mlp_bias: bool = False) -> torch.nn.Module:
     return LlamaMLP(LlamaConfig(hidden_size=24, intermediate_size=40, num_attention_heads=4, mlp_bias=mlp_bias))
 
 
+def _random_state() -> torch.Tensor:
+    return torch.get_rng_state() if runtime.INTERPRET else torch.cuda.get_rng_state()
+
+
 BLOCKS: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
     "Sequential, relu": (lambda: _sequential(torch.nn.ReLU()), "relu"),
     "Sequential, leaky_relu": (lambda: _sequential(torch.nn.LeakyReLU()), "leaky_relu"),
@@ -512,9 +516,9 @@ def test_a_module_from_another(name: str) -> None:
     make, activation = BLOCKS[name]
     if "GPT" in name or "Llama" in name:
         pytest.importorskip("transformers")
-    theirs = make().to(runtime.DEVICE)
+    theirs, state = make().to(runtime.DEVICE), _random_state()
     ours = SparseFFN.from_dense(theirs)
-    assert ours.activation == activation
+    assert ours.activation == activation and torch.equal(_random_state(), state)
     x = randn(2, 5, 24)
     for neurons in (None, _neurons(40, 40)):
         ours.neurons = neurons

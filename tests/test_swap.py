@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from tensors import randn
 from torch import nn
 from transformers import (
@@ -389,3 +390,108 @@ def test_attention_says_what_it_cannot_do() -> None:
     ours, _ = transformers_attention.attention_forward(nn.Module(), q, q, q, None, s_aux=sinks)
     expected = kb.flash_attention(q, q, q, causal=True, sinks=sinks)
     assert torch.equal(ours, expected.transpose(1, 2))
+
+
+def test_sparse_attention_of_an_indexer_stays() -> None:
+    """DeepseekV32 puts the keys that it selects into its mask for two names of implementations, and into a keyword for others."""
+    config = getattr(transformers, "DeepseekV32Config", None)
+    if config is None:
+        pytest.skip("this transformers has no DeepseekV32")
+    torch.manual_seed(0)
+    made = config(
+        vocab_size=31, hidden_size=24, intermediate_size=24, moe_intermediate_size=8, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, n_routed_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1,
+        kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=8, v_head_dim=8, qk_nope_head_dim=8, head_dim=8,
+        initializer_range=0.5, index_topk=4, index_head_dim=16, index_n_heads=2,
+    )  # fmt: skip
+    model = transformers.DeepseekV32ForCausalLM(made).to(runtime.DEVICE).eval()
+    tokens = torch.randint(1, 31, (2, 12), device=runtime.DEVICE)
+    with torch.no_grad():
+        expected = model(tokens).logits
+        with swap(model, quiet=True) as done:
+            assert "DeepseekV32Attention passes indices to its attention" in done.left[""]
+            torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-4, atol=1e-4)
+        transformers_attention.register()
+        model.set_attn_implementation(transformers_attention.NAME)
+        with pytest.raises(ValueError, match=r"attention_forward: indices must be None .* got Tensor from DeepseekV32"):
+            model(tokens)
+
+
+def test_a_gated_norm_stays() -> None:
+    """It is an RMS norm for one argument, and the model gives it two."""
+    torch.manual_seed(0)
+    model = transformers.Mamba2Model(
+        transformers.Mamba2Config(
+            vocab_size=31,
+            hidden_size=16,
+            num_heads=4,
+            head_dim=8,
+            state_size=8,
+            num_hidden_layers=1,
+            n_groups=1,
+            chunk_size=4,
+        )
+    )
+    tokens = torch.randint(1, 31, (2, 5), device=runtime.DEVICE)
+    with torch.no_grad():
+        expected = model.to(runtime.DEVICE).eval()(tokens).last_hidden_state
+        with swap(model, quiet=True) as done:
+            assert done.left["layers.0.mixer.norm"] == "MambaRMSNormGated takes gate too"
+            assert list(done.changed.values()) == ["RMSNorm"] * 2
+            torch.testing.assert_close(model(tokens).last_hidden_state, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_an_instance_with_a_forward_of_its_own_stays() -> None:
+    """As accelerate's hooks give it, which call the forward that the class had before."""
+    hooks = pytest.importorskip("accelerate.hooks")
+    model = _llama()
+    attention = "model.layers.0.self_attn"
+    plain = swap(model, quiet=True)
+    expected = {name for name in plain.changed if name in ("model.norm", attention)}
+    assert len(expected) == 2
+    plain.undo()
+    for name in ("model.norm", attention, "lm_head"):
+        hooks.add_hook_to_module(model.get_submodule(name), hooks.ModelHook())
+    layers = nn.Sequential(nn.LayerNorm(8))
+    hooks.add_hook_to_module(layers[0], hooks.ModelHook())
+    with swap(model, quiet=True) as done, swap(layers, quiet=True) as of_layers:
+        assert done.left.keys() == expected and of_layers.left.keys() == {"0"} and not of_layers.changed
+        assert all("a forward of its own" in why for why in done.left.values())
+    with pytest.raises(ValueError, match=r"same_bits must be False .*lm_head: it has a forward of its own"):
+        swap(model, same_bits=True, quiet=True)
+
+
+def _gpt_bigcode() -> Any:
+    """Its layers are not given the positions."""
+    torch.manual_seed(0)
+    config = transformers.GPTBigCodeConfig(
+        vocab_size=31, n_positions=16, n_embd=24, n_layer=1, n_head=3, initializer_range=0.2, attn_pdrop=0.0,
+    )  # fmt: skip
+    return transformers.GPTBigCodeForCausalLM(config).to(runtime.DEVICE).eval()
+
+
+@pytest.mark.parametrize("kind", ("llama", "gpt_oss", "gpt_bigcode"))
+def test_packed_sequences_are_alone_or_refused_within_same_bits(kind: str) -> None:
+    """transformers looks at position_ids only without a cache and without a mask, and never for gpt-oss."""
+    model = {"llama": _llama, "gpt_oss": lambda: _gpt_oss()[0], "gpt_bigcode": _gpt_bigcode}[kind]()
+    tokens = torch.randint(1, 31, (1, 9), device=runtime.DEVICE)
+    places = torch.cat((torch.arange(5), torch.arange(4)))[None].to(runtime.DEVICE)
+    ones = torch.ones_like(tokens)
+    left = torch.tensor([[0, 0, 1, 1, 1]], device=runtime.DEVICE)
+    message = r"attention_forward: position_ids must not pack sequences within same_bits\(\)"
+    with torch.no_grad(), swap(model, same_bits=True, quiet=True):
+        alone = [model(part).logits for part in (tokens[:, :5], tokens[:, 5:])]
+        for given in ({}, {"attention_mask": ones}, {"use_cache": False}):
+            if kind != "gpt_oss" and given == {"use_cache": False}:
+                assert torch.equal(model(tokens, position_ids=places, **given).logits, torch.cat(alone, 1))
+                continue
+            with pytest.raises(ValueError, match=message):
+                model(tokens, position_ids=places, **given)
+        with pytest.raises(ValueError, match=message):  # a mask that tells of padding only
+            model(tokens, position_ids=places, attention_mask=torch.cat((ones[:, :8], 0 * ones[:, :1]), 1))
+        with pytest.raises(ValueError, match="cu_seq_lens_q must not pack sequences"):
+            model(tokens, cu_seq_lens_q=torch.tensor([0, 5, 9], device=runtime.DEVICE))
+        # What generate gives for a batch that is padded on the left: positions of padding are 1, and then come 0, 1, ...
+        of_left = (left.cumsum(1) - 1).masked_fill(left == 0, 1)
+        padded = model(tokens[:, :5], attention_mask=left, position_ids=of_left).logits[:, 2:]
+        assert torch.equal(padded, model(tokens[:, 2:5]).logits)

@@ -73,6 +73,16 @@ def test_what_does_not_go_together_is_refused(tmp_path: Path, capsys: pytest.Cap
     assert not list(tmp_path.iterdir())
 
 
+def test_torchrun_without_parallel_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of its processes would make the run, and write to the one folder."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "as torchrun sets it")
+    assert cli.main(["train", "--config", "tiny", "--out", str(tmp_path / "run")]) == 2
+    assert "train: --parallel must be ddp or fsdp under torchrun" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_text_of_ones_own_is_found_again_from_another_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

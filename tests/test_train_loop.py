@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensors import default_dtype
 from torch import nn
 
 from kernelbook import runtime
@@ -56,6 +57,18 @@ class _Plain(nn.Module):
             x = x + hidden @ block.down.weight.t()
         x = nn.functional.layer_norm(x, x.shape[-1:], model.norm.weight, model.norm.bias)
         return x @ model.head.weight.t()
+
+
+@pytest.mark.parametrize("scheduler", ("knn", "ema_topk"))
+def test_pytorchs_default_dtype_changes_nothing(scheduler: str) -> None:
+    changes: dict[str, Any] = {"scheduler": scheduler, "steps": 3, "dense_steps": 1, "eval_every": 1, "task": "recall"}
+    expected = _trainer(**changes)
+    expected.run()
+    for default in (torch.bfloat16, torch.float64):
+        with default_dtype(default):
+            found = _trainer(**changes)
+            found.run()
+        assert found.losses() == expected.losses() and found.validation_losses() == expected.validation_losses()
 
 
 def test_gpt_is_the_textbooks(device: torch.device) -> None:
@@ -397,7 +410,7 @@ def test_a_run_that_is_done_can_go_on_for_more_steps(tmp_path: Path) -> None:
     assert more.step == 2
     more.run()
     assert len(more.losses()) == 3 and json.loads((out / "config.json").read_text())["steps"] == 3
-    with pytest.raises(ValueError, match=r"steps must be that of the run in .* \(3\), got 2"):
+    with pytest.raises(ValueError, match=r"steps must be at least that of the run in .* \(3\), got 2"):
         _trainer(out, resume=True, steps=2)
 
 

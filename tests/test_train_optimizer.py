@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from tensors import default_dtype
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -87,6 +88,19 @@ def test_skip_is_adamw_on_each_chunks_own_gradients(shape: tuple[int, ...], devi
     assert adam.state[ours]["counts"].tolist() == [3, 2, 1, 1]
 
 
+@pytest.mark.parametrize("default", (torch.float16, torch.bfloat16, torch.float64), ids=str)
+def test_pytorchs_default_dtype_changes_nothing(default: torch.dtype, device: torch.device) -> None:
+    ours, adam, theirs = _pair((32, 8), device)
+    twin = ChunkAdamW([theirs], chunk_size=CHUNK, **SETTINGS)
+    ours.grad, theirs.grad = torch.ones_like(ours), torch.ones_like(ours)
+    for counted in (0, 300):  # bfloat16 counts to 256
+        for each, parameter, dtype in ((adam, ours, torch.float32), (twin, theirs, default)):
+            with default_dtype(dtype):
+                each.step()
+            each.state[parameter]["counts"] += counted
+    assert torch.equal(ours, theirs) and twin.state[theirs]["counts"].tolist() == [302, 302]
+
+
 def test_dense_and_sparse_steps_mix(device: torch.device) -> None:
     ours, adam, theirs = _pair((64, 8), device, unique_rows=True)
     torchs = torch.optim.AdamW([theirs], **SETTINGS)
@@ -106,6 +120,10 @@ def test_rows_that_come_twice_are_added(device: torch.device) -> None:
     ours.grad = _sparse(rows, values, ours)
     adam.step()
     twin = ChunkAdamW([theirs], chunk_size=CHUNK, unique_rows=True, **SETTINGS)
+    if device.type == "cpu":  # where to look costs no wait
+        theirs.grad = _sparse(rows, values, theirs)
+        with pytest.raises(ValueError, match="must have each row once with unique_rows=True, got some twice"):
+            twin.step()
     theirs.grad = _sparse(_rows([1], device), values[:CHUNK] + values[CHUNK:], theirs)
     twin.step()
     _close(ours, theirs)
@@ -118,10 +136,11 @@ def test_rows_out_of_range_are_nobodys(device: torch.device) -> None:
     first = torch.tensor([2**32 + CHUNK, -1, 2**37, -(2**32), 2**31, size, 0, CHUNK], device=device)
     rows, grad = first[:, None] + torch.arange(CHUNK, device=device), torch.randn(len(first), CHUNK, 24, device=device)
     rate, counts = torch.ones(1, device=device), torch.full((2,), 2.0, device=device)
-    launch, found = optimizer._launch(0.9, 0.99, 1e-8, 0.1, CHUNK, True, False), []
+    launch, found = optimizer._launch(CHUNK, True, False), []
+    numbers = optimizer._numbers(SETTINGS)
     for listed in (slice(None), slice(-2, None)):
         params, given = start.clone(), (rows[listed].flatten(), grad[listed].flatten(0, 1))
-        launch((len(first[listed]), 1), *given, *params, counts, rate, rate, size, 24, len(first[listed]))
+        launch((len(first[listed]), 1), *given, *params, counts, rate, rate, size, 24, len(first[listed]), *numbers)
         found.append(params)
     assert torch.equal(*found) and (found[0] != start).all()
 

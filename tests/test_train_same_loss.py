@@ -11,7 +11,7 @@ pytest.importorskip("transformers", minversion="5")
 import torch
 
 from kernelbook import check, runtime
-from kernelbook.lab.bench import same_loss
+from kernelbook.lab.bench import same_loss, sparse_inference
 
 SIZES = same_loss.TINY | {"batch": 1}
 Weights = dict[str, torch.Tensor]
@@ -78,6 +78,16 @@ def test_what_is_not_the_loop_of_transformers_is_found(base: Weights, monkeypatc
 def test_a_way_that_is_not_there() -> None:
     with pytest.raises(ValueError, match=r"finetune: way must be one of eager, grouped_mm, .*, got 'fast'"):
         same_loss.finetune("fast", 0, SIZES, 1, {})
+
+
+@pytest.mark.parametrize("command", (same_loss, sparse_inference))
+def test_real_sizes_need_a_gpu(
+    command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(runtime, "DEVICE", torch.device("cpu"))
+    with pytest.raises(SystemExit):
+        command.main(["--out", str(tmp_path)])
+    assert "--tiny must be given where no GPU runs kernels" in capsys.readouterr().err
 
 
 def test_the_command_writes_a_line_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

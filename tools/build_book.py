@@ -1,12 +1,11 @@
 """Builds the book into _build/html, every warning an error.
 
-usage: python tools/build_book.py [--draft]
-
 Notebooks, and pages with cells, are executed, as many at a time as there are processors, and what they print is kept in _build/executed. It is used again as long as the
 notebook, the package and what was recorded are what they were: tools/keep_executed.py keeps there what the tests of notebooks execute. --draft builds the pages without
 what is not there yet.
 """
 
+import argparse
 import concurrent.futures
 import contextlib
 import hashlib
@@ -136,7 +135,9 @@ def write_config(path: Path, cache: Path) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    draft = arguments == ["--draft"]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--draft", action="store_true", help="build pages without executing any")
+    draft = parser.parse_args(arguments).draft
     notebooks = sorted((ROOT / "notebooks").glob("*.ipynb"), key=lambda path: -path.stat().st_size)
     # Sphinx would execute these one after the other.
     pages = [path for path in sorted((ROOT / "book").glob("*.md")) if read(path) is not None]

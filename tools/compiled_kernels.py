@@ -1,11 +1,10 @@
 """Compiles all kernels for all targets, and writes what the compiler says.
 
-usage: python tools/compiled_kernels.py
-
 It writes tests/compiled_reports.csv, in which tests/test_compiles.py looks before it compiles, and book/compiled.csv, which the
 page "Compiled" shows. What did not change is not compiled again.
 """
 
+import argparse
 import itertools
 import os
 import sys
@@ -60,9 +59,7 @@ def table(reports: Path) -> pd.DataFrame:
 
 def main() -> int:
     """Writes both files."""
-    if len(sys.argv) > 1:
-        print(__doc__, file=sys.stderr)
-        return 2
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         jobs = itertools.product([[room] for room in sorted(test_compiles.CALLS)], test_compiles.ALIKE)
         found = list(pool.map(lambda job: test_compiles.compiled(*job), jobs))

@@ -1,12 +1,11 @@
 """Draws book/figures/first.svg, with which README and book begin: the steps of one kernel of the first chapter.
 
-    python tools/first_figure.py
-
 A bar for each recorded step of softmax, and one for PyTorch: its time on the device. A step that changed the time by less than 3%
 is left out. Everything comes from book/results; the picture keeps a digest of the rows that it was drawn from, and a test
 compares it.
 """
 
+import argparse
 import hashlib
 from pathlib import Path
 
@@ -77,5 +76,6 @@ def draw_card(path: Path, title: str) -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     draw()
     print(PICTURE)

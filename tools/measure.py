@@ -342,6 +342,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out = (given.merge or given.out).resolve()
     jobs = plan(out, given.older)
     if given.merge:
+        if not any(out.glob("*/version")):
+            parser.error(f"--merge must name a folder in which jobs have written rows, got {given.merge}")
         merge(out, record.results_dir(), jobs)
         return 0
     chosen = [job for job in jobs if re.search(given.only, job.name)]

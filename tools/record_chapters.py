@@ -360,8 +360,11 @@ def main(arguments: list[str]) -> int:
         if asked.counters:
             done("--counters", lambda left: "recorded" if record_counters(Path(scratch), left) else "FAILED")
     missing = [f"{name} ({end})" for name, end in ends.items() if end != "recorded"]
+    from kernelbook import runtime
+
+    done_so = "recorded" if runtime.DEVICE.type == "cuda" else "rehearsed (nothing is written without a GPU)"
     print(
-        f"{len(ends) - len(missing)} recorded" + (f"; not recorded: {', '.join(missing)}" if missing else ""),
+        f"{len(ends) - len(missing)} {done_so}" + (f"; not recorded: {', '.join(missing)}" if missing else ""),
         flush=True,
     )
     return int(bool(missing))

@@ -1,6 +1,6 @@
 """Records what the instruments of the chapters show: our kernels, run by Triton's interpreter, with every access watched.
 
-usage: python tools/record_instruments.py [name ...]     # writes book/_static/instruments/<name>.json
+Each is written to book/_static/instruments/<name>.json.
 
 Kernels come from the notebooks themselves, or from the package. What programs that run at the same time do to one another
 is replayed: the operations and their order within a program are recorded, how two programs interleave is chosen here.
@@ -10,6 +10,7 @@ cells of panels, ``[panel, first cell, codes, words]``, and says in a note what 
 right choice, and is computed; ``asked`` is the index of the run that the question is about.
 """
 
+import argparse
 import ast
 import contextlib
 import dataclasses
@@ -1307,10 +1308,12 @@ def written(recording: Recording) -> str:
     return json.dumps(recording, ensure_ascii=False, separators=(",", ":")) + "\n"
 
 
-def main(names: list[str]) -> int:
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="name", help="of an instrument; without one, all")
+    names = parser.parse_args(arguments).names
     if unknown := set(names) - set(RECORDINGS):
-        print(f"no such instrument: {', '.join(sorted(unknown))}; there are {', '.join(RECORDINGS)}", file=sys.stderr)
-        return 2
+        parser.error(f"no such instrument: {', '.join(sorted(unknown))}; there are {', '.join(RECORDINGS)}")
     OUT.mkdir(parents=True, exist_ok=True)
     for name in names or RECORDINGS:
         text = written(RECORDINGS[name]())

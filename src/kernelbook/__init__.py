@@ -2,7 +2,6 @@
 
 import importlib.util
 import sys
-from typing import TYPE_CHECKING
 
 if importlib.util.find_spec("triton") is None:
     _help = {
@@ -22,7 +21,6 @@ from kernelbook import interpreted_rows, interpreter  # noqa: F401  as early: be
 from kernelbook.attention import append_to_pages, flash_attention, paged_attention
 from kernelbook.layer_norm import layer_norm, rms_norm
 from kernelbook.moe_lora import Routing, moe_lora, route, scatter2scatter
-from kernelbook.moved import moved
 from kernelbook.nf4 import NF4Tensor, nf4_dequantize, nf4_matmul, nf4_quantize
 from kernelbook.packed.fp4 import fp4_quantize, fp4_tensor
 from kernelbook.runtime import same_bits
@@ -58,6 +56,3 @@ __all__ = [
     "sparse_forward",
     "sparse_linear",
 ]
-
-if not TYPE_CHECKING:  # to a type checker any name would exist
-    __getattr__ = moved(__name__)

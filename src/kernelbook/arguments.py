@@ -226,11 +226,12 @@ def check_index_values(op: str, name: str, value: torch.Tensor, upper: int | Non
     """Raises unless all entries lie in ``[0, upper)``, from 0 on without ``upper``, and with ``unique`` none comes twice.
 
     Called from an operator's implementation, where the entries exist (``torch.compile`` traces the public function
-    without them). They are looked at on the CPU, and on a GPU under ``KERNELBOOK_DEBUG=1`` only: there it costs a
-    synchronisation, so kernels mask ids out of range instead. A process that only compiles stands for one with a GPU.
+    without them); what has none is not checked. They are looked at on the CPU, and on a GPU under ``KERNELBOOK_DEBUG=1``
+    only: there it costs a synchronisation, so kernels mask ids out of range instead. A process that only compiles stands
+    for one with a GPU.
     """
-    unread = value.is_meta or runtime.COMPILE_ONLY or (value.is_cuda and not runtime.debug_enabled())
-    if value.numel() == 0 or unread:
+    unread = runtime.COMPILE_ONLY or (value.is_cuda and not runtime.debug_enabled())
+    if value.numel() == 0 or unread or not observed.has_values(value):
         return
     low, high = int(value.min()), int(value.max())
     if low < 0 or (upper is not None and high >= upper):

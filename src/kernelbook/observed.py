@@ -15,8 +15,10 @@ from kernelbook.memory import PLAIN
 __all__ = [
     "are_tensors",
     "form",
+    "has_values",
     "in_mode_of_forward",
     "is_aligned",
+    "is_batched",
     "is_observed",
     "is_transformed",
     "keep_mode",
@@ -28,6 +30,8 @@ __all__ = [
 _dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 _transform, _trace = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
 _profiling = torch._C._autograd._profiler_enabled
+_mode, _modes = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey
+is_batched = torch._C._functorch.is_legacy_batchedtensor  # by autograd's is_grads_batched, of which no transform tells
 
 
 class _OfThread(threading.local):
@@ -53,16 +57,23 @@ def is_observed() -> bool:
 def observed(*tensors: torch.Tensor | None) -> bool:
     """Whether a call is left to its operator: somebody observes it, or an argument is no ordinary dense tensor with data.
 
-    PyTorch's dispatcher knows what to do for tensors of another class, on the meta device, and negated ones.
+    PyTorch's dispatcher knows what to do for tensors of another class, on the meta device, negated and batched ones.
     """
     if is_observed():
         return True
     for tensor in tensors:
         if tensor is not None and (
             type(tensor) not in PLAIN or tensor.is_meta or tensor.is_neg() or tensor.layout is not torch.strided
-        ):
+            or is_batched(tensor)
+        ):  # fmt: skip
             return True
     return False
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """Whether the host can read what is in a tensor: not on the meta device, of fake ones, and while a graph is traced."""
+    traced = _mode(_modes.FAKE) is not None or _mode(_modes.PROXY) is not None
+    return not (tensor.is_meta or traced or hasattr(tensor, "fake_mode"))
 
 
 def are_tensors(*given: object) -> bool:

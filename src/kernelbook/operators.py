@@ -30,7 +30,7 @@ from torch.compiler import is_dynamo_compiling
 
 from kernelbook import arguments, plans, runtime
 from kernelbook.memory import PLAIN, empty
-from kernelbook.tensors import allows_tf32
+from kernelbook.tensors import allows_tf32, check_versions, with_versions
 
 __all__ = ["NAMESPACE", "Op", "forget_plans", "needs_dispatcher"]
 
@@ -178,9 +178,7 @@ class Op:
         self._records = names[-1] == "record"
         self._tensors = tuple(i for i, parameter in enumerate(parameters) if "Tensor" in str(parameter.type))
         self._lowered = frozenset(map(names.index, autocast))
-        self._mutated = tuple(
-            i for i in self._tensors if parameters[i].alias_info is not None and parameters[i].alias_info.is_write
-        )
+        self._mutated = tuple(i for i in self._tensors if getattr(parameters[i].alias_info, "is_write", False))
         self._num_outputs = len(parsed.returns)
         self._key = _key_function(self.name, parameters)
         # Where to find, among arguments and outputs, what the backward pass reads.
@@ -188,7 +186,7 @@ class Op:
         self._saved = tuple(places[name] for name in saves)
         self._kept = tuple(places[name] for name in keeps)
         self._plain = tuple(i for i in range(len(names)) if i not in self._tensors)
-        self._names_kept, self._names_plain = tuple(keeps), tuple(names[i] for i in self._plain)
+        self._names_plain = tuple(names[i] for i in self._plain)
         self.operator = self._declare(schema)
 
     # --- a call
@@ -290,10 +288,9 @@ class Op:
         )
         torch.library.impl(self.name, "default", self._dispatched, lib=owner)
         torch.library.register_fake(self.name, self._fake, lib=owner)
-        if not self._mutated:  # PyTorch differentiates no operator that writes into its arguments
-            torch.library.register_autograd(
-                self.name, self._differentiate_dispatched, setup_context=self._setup_context, lib=owner
-            )
+        if not self._mutated:
+            differentiate, setup = self._differentiate_dispatched, self._setup_context
+            torch.library.register_autograd(self.name, differentiate, setup_context=setup, lib=owner)
         return getattr(getattr(torch.ops, NAMESPACE), short).default
 
     def _dispatched(self, *args: Any) -> Any:
@@ -340,8 +337,8 @@ class Op:
         given = (*args, *outputs)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*[given[i] for i in self._saved])
-        # No hook sees these, so that their versions are compared here.
-        ctx.kept = [(given[i], _version(given[i])) for i in self._kept]
+        ctx.kept = [given[i] for i in self._kept]
+        ctx.versions = with_versions(*ctx.kept)  # no hook sees these, and autograd does not compare their versions
         ctx.plain = [given[i] for i in self._plain]
         ctx.dtypes = [None if args[i] is None else args[i].dtype for i in self._tensors]
         ctx.same_bits = runtime.in_same_bits()
@@ -365,15 +362,10 @@ class Op:
         if first is None:
             return ()
         saved = ctx.saved_tensors  # once: activation checkpoints unpack what they recompute a single time
-        for name, (kept, version) in zip(self._names_kept, ctx.kept, strict=True):
-            if _version(kept) != version:
-                raise RuntimeError(
-                    f"{self.name}: {name}, which its gradient needs, has been modified by an inplace operation: it is at "
-                    f"version {_version(kept)}, expected version {version}"
-                )
+        check_versions(ctx.versions)
         call = SimpleNamespace(
             saved=saved,
-            kept=[kept for kept, _ in ctx.kept],
+            kept=ctx.kept,
             wanted=[dtype if need else None for dtype, need in zip(ctx.dtypes, needs, strict=True)],
             **dict(zip(self._names_plain, ctx.plain, strict=True)),
         )
@@ -403,10 +395,6 @@ class _Recorded(torch.autograd.Function):
         needs = ctx.needs_input_grad[1:]
         found = ctx.op.differentiate(ctx, needs, gradients)
         return None, *found, *(None,) * (len(needs) - len(found))
-
-
-def _version(tensor: Tensor | None) -> int:
-    return 0 if tensor is None or tensor.is_inference() else tensor._version
 
 
 def _without_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[object]:

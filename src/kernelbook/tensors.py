@@ -3,17 +3,20 @@
 import contextlib
 import functools
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 __all__ = [
     "allows_tf32",
+    "check_versions",
     "has_aligned_rows",
     "matrix",
     "precision",
     "reshaped",
     "strided",
+    "with_versions",
     "without_autocast",
     "written",
 ]
@@ -86,6 +89,26 @@ def written(*tensors: torch.Tensor) -> None:
     A backward pass that has kept what was in them then raises PyTorch's error instead of reading what is there now.
     """
     torch._C._increment_version(tensors)
+
+
+def with_versions(*tensors: torch.Tensor | None) -> tuple[tuple[torch.Tensor, int], ...]:
+    """The tensors (``None`` aside) that a backward pass keeps without autograd, for :func:`check_versions`."""
+    return tuple((tensor, _version(tensor)) for tensor in tensors if tensor is not None)
+
+
+def check_versions(kept: Iterable[tuple[torch.Tensor, int]]) -> None:
+    """Raises what PyTorch raises where a tensor that a backward pass needs was changed in place since it was kept."""
+    for tensor, version in kept:
+        if _version(tensor) != version:
+            raise RuntimeError(
+                f"one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{tensor.type()} {list(tensor.shape)}] is at version {_version(tensor)}; expected version {version} instead"
+            )
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """How often the tensor's memory was changed in place; PyTorch does not count that of inference mode."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def matrix(tensor: torch.Tensor) -> torch.Tensor:

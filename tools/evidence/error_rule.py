@@ -5,12 +5,11 @@ The right result is a product of matrices with random numbers, as PyTorch comput
 
 import csv
 import math
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from common import EVIDENCE
+from common import EVIDENCE, command_line
 
 from kernelbook import check
 
@@ -55,7 +54,9 @@ def smallest_found(kind: str, ref: torch.Tensor, plain: torch.Tensor, elementwis
 
 
 def main() -> None:
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else EVIDENCE / "error_rule.csv"
+    parser = command_line(__doc__)
+    parser.add_argument("path", type=Path, nargs="?", default=EVIDENCE / "error_rule.csv")
+    path = parser.parse_args().path
     with path.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(("planted", "dtype", "elements", "found_by_norm", "found"))

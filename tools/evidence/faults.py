@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from common import EVIDENCE, PACKAGE
+from common import EVIDENCE, PACKAGE, command_line
 
 # By room: the files with its kernels, and the files whose tests have to notice.
 ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -376,6 +376,7 @@ def reachable() -> dict[str, set[tuple[str, str]]]:
 
 
 if __name__ == "__main__":  # book/evidence/faults.csv: how many there are
+    command_line(__doc__).parse_args()
     counts = [(room, file, len(faults_of(room, file))) for room, (files, _) in ROOMS.items() for file in files]
     lines = "".join(f"{room},{file},{count}\n" for room, file, count in counts)
     (EVIDENCE / "faults.csv").write_text("room,file,faults\n" + lines)

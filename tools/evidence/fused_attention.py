@@ -6,7 +6,6 @@ kernel would not be correct.
 
 import csv
 import itertools
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import kernelbook  # noqa: F401
 # isort: split
 import torch
 import torch.nn.functional as F  # noqa: N812
-from common import EVIDENCE
+from common import EVIDENCE, command_line
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernelbook import check
@@ -30,7 +29,9 @@ def gradients(attention: Attention, inputs: list[torch.Tensor], do: torch.Tensor
 
 
 def main() -> None:
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else EVIDENCE / "fused_attention.csv"
+    parser = command_line(__doc__)
+    parser.add_argument("path", type=Path, nargs="?", default=EVIDENCE / "fused_attention.csv")
+    path = parser.parse_args().path
     torch.manual_seed(0)
     rows: dict[str, tuple[str, float, str, str, str]] = {}
     for n, s, d, size in itertools.product((1, 5, 33, 128), (1, 7, 64, 257), (8, 64), (1.0, 3.0)):

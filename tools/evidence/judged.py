@@ -1,8 +1,6 @@
 """What the judge says of cheats, of right solutions, and of the steps and broken kernels of chapters: ``book/evidence/judge.csv``.
 
-    python tools/evidence/judged.py          # what is missing or changed; with --all everything again
-
-On a machine with a GPU the column ``gpu`` is filled as well, eight at a time; what is not refused there for its results is then timed,
+What is missing there or has changed is judged. On a machine with a GPU the column ``gpu`` is filled as well, eight at a time; what is not refused there for its results is then timed,
 one after the other. A run that is stopped keeps what it has. A cheat is judged twice: by its text, and by what it does when its text is
 not read.
 """
@@ -26,7 +24,7 @@ import kernelbook  # noqa: F401
 import pandas as pd
 import torch
 import torch.nn.functional as F  # noqa: N812
-from common import EVIDENCE, ROOT, keep_table, rows_of
+from common import EVIDENCE, ROOT, command_line, keep_table, rows_of
 
 from kernelbook import runtime
 from kernelbook.lab import judge_source
@@ -249,7 +247,9 @@ def judged(row: dict[str, str], path: Path, task: Task, old: dict[str, str]) -> 
 
 
 def main(arguments: list[str]) -> int:
-    rows = [] if "--all" in arguments else rows_of(TABLE)
+    parser = command_line(__doc__)
+    parser.add_argument("--all", action="store_true", help="judge everything again")
+    rows = [] if parser.parse_args(arguments).all else rows_of(TABLE)
     before = {(row["kind"], row["name"]): row for row in rows}
     found: dict[tuple[str, str], dict[str, str]] = {}
     surprises = 0

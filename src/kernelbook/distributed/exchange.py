@@ -25,6 +25,7 @@ from kernelbook import runtime  # before Triton, which it sets up
 from kernelbook.distributed import kernels
 from kernelbook.launch import Launch, cdiv, launcher
 from kernelbook.memory import tl_accumulator
+from kernelbook.tensors import check_versions, with_versions
 
 __all__ = ["all_gather", "exchange", "exchange_all", "reduce_scatter", "wait_for_counts"]
 
@@ -259,7 +260,7 @@ class _Dispatch(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, gates: torch.Tensor, way: _Way
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        ctx.way, ctx.gates = way, gates.dtype
+        ctx.way, ctx.versions = way, with_versions(way.ids)
         mine, theirs = way.counts.unbind(0)
         places, firsts = _place(way.ids, way.num_experts, way.share, mine.shape[0], mine)
         assert firsts is not None
@@ -277,6 +278,7 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, drows: torch.Tensor, dweights: torch.Tensor, _: Any) -> tuple[Any, ...]:  # type: ignore[override]
         way: _Way = ctx.way
+        check_versions(ctx.versions)
         tokens, top_k = way.ids.shape
         leaving = _Message.empty(sum(way.received), drows, dweights.expand(-1, top_k))
         _combine(drows.contiguous(), way.slots, leaving.rows, dweights.contiguous(), leaving.weights)

@@ -8,6 +8,7 @@
 
 import functools
 import math
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -37,6 +38,14 @@ class _Part(NamedTuple):
 Select = Callable[[torch.Tensor], _Part]
 
 
+class _Pass:
+    """What one backward pass has to average. Its callback alone holds it: of a pass that raises nothing is left."""
+
+    def __init__(self) -> None:
+        self.started: list[tuple[Any, _Part]] = []
+        self.small: list[_Part] = []
+
+
 class Reduction:
     """Averages gradients over the ranks of a group, from within the backward pass; when that returns, all are averaged.
 
@@ -50,8 +59,7 @@ class Reduction:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group, self.bytes = group, 0
         self._handles: list[Any] = []
-        self._started: list[tuple[Any, _Part]] = []
-        self._small: list[_Part] = []
+        self._current: Callable[[], _Pass | None] = lambda: None
 
     def add(self, parameter: torch.Tensor, select: Select) -> None:
         """Averages ``parameter``'s gradient, or the part that ``select`` finds in it."""
@@ -63,15 +71,20 @@ class Reduction:
             handle.remove()
 
     def _take(self, select: Select, parameter: torch.Tensor) -> None:
-        if not self._started and not self._small:
-            # As DDP does it: called when the whole backward pass is through.
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
         assert parameter.grad is not None
         part = select(parameter.grad)
-        if part.values.nbytes >= AT_ONCE:
-            self._started.append((self._reduce(part.values), part))
+        work = self._reduce(part.values) if part.values.nbytes >= AT_ONCE else None
+        current = self._current()
+        if current is None:
+            current = _Pass()
+            self._current = weakref.ref(current)
+            # As DDP does it: called when the whole backward pass is through.
+            finish = functools.partial(self._finish, current)
+            torch.autograd.Variable._execution_engine.queue_callback(finish)  # type: ignore[attr-defined]
+        if work is None:
+            current.small.append(part)
         else:
-            self._small.append(part)
+            current.started.append((work, part))
 
     def start(self, values: torch.Tensor, group: dist.ProcessGroup | None, op: Any = dist.ReduceOp.SUM) -> Any:
         """An all-reduce, which is counted; what it returns is to be waited for."""
@@ -81,9 +94,9 @@ class Reduction:
     def _reduce(self, values: torch.Tensor) -> Any:
         return self.start(values, self.group)
 
-    def _finish(self) -> None:
-        small, started, ranks = self._small, self._started, dist.get_world_size(self.group)
-        self._small, self._started = [], []
+    def _finish(self, current: _Pass) -> None:
+        small, started, ranks = current.small, current.started, dist.get_world_size(self.group)
+        self._current = lambda: None
         for dtype in dict.fromkeys(part.values.dtype for part in small):
             parts = [part for part in small if part.values.dtype == dtype]
             together = torch.cat([part.values.reshape(-1) for part in parts])
@@ -100,6 +113,15 @@ class Reduction:
 
 def _nothing() -> None:
     pass
+
+
+def _dense(grad: torch.Tensor) -> _Part:
+    if grad.is_sparse:
+        raise TypeError(
+            "keep_equal: gradients must be dense, got a sparse one, whose rows may be others on each rank; for SparseLinear "
+            "there is reduce_active_rows"
+        )
+    return _all_of(grad)
 
 
 def _all_of(grad: torch.Tensor) -> _Part:
@@ -288,7 +310,7 @@ def keep_equal(parameters: Iterable[torch.Tensor], group: dist.ProcessGroup | No
         model = get_peft_model(sharded, LoraConfig(...))
         keep_equal(p for p in model.parameters() if p.requires_grad and not isinstance(p, DTensor))
 
-    there is one. It also serves experts on a 2-D mesh, whose copies lie along the other dimension
+    there is one. Gradients must be dense. It also serves experts on a 2-D mesh, whose copies lie along the other dimension
     (``keep_equal(layer.experts.parameters(), mesh["data"].get_group())``). Of a ``DTensor`` the local part is averaged.
 
     Raises:
@@ -300,7 +322,7 @@ def keep_equal(parameters: Iterable[torch.Tensor], group: dist.ProcessGroup | No
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         hand_out(local, group, local.device)
         if parameter.requires_grad:
-            reduction.add(parameter, _all_of)
+            reduction.add(parameter, _dense)
     if not found:
         raise ValueError("keep_equal: parameters must not be empty, got none")
     return reduction

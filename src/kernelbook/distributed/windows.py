@@ -32,6 +32,7 @@ import torch.distributed as dist
 from kernelbook.distributed import kernels
 from kernelbook.distributed.exchange import _bits, _block, _combine, _place, _power
 from kernelbook.launch import Launch, launcher
+from kernelbook.tensors import check_versions, with_versions
 
 __all__ = ["Windows", "exchange_shared", "windows_of"]
 
@@ -305,7 +306,7 @@ class _Dispatch(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, gates: torch.Tensor, way: _Way
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        ctx.way, windows = way, way.windows
+        ctx.way, ctx.versions, windows = way, with_versions(way.ids), way.windows
         layout = way.layout(x, gates)
         way.places, _ = _place(
             way.ids,
@@ -326,6 +327,7 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, drows: torch.Tensor, dweights: torch.Tensor, _: Any) -> tuple[Any, ...]:  # type: ignore[override]
         way: _Way = ctx.way
+        check_versions(ctx.versions)
         layout, (tokens, top_k) = way.layout(drows, dweights), way.ids.shape
         _give(way, layout, drows.contiguous(), dweights.contiguous())
         way.windows.barrier()

@@ -18,6 +18,7 @@ from kernelbook.interop import transformers_attention
 from kernelbook.launch import cdiv, launcher, operator
 from kernelbook.nn import kernels
 from kernelbook.observed import in_mode_of_forward, is_transformed, keep_mode, observed, wants_gradient
+from kernelbook.tensors import check_versions, with_versions
 
 # isort: split
 import triton
@@ -73,15 +74,16 @@ class _Rotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         keep_mode(ctx)
-        *_, ctx.cos, ctx.sin, ctx.back = (
-            inputs  # all layers have the same, and activation checkpoints need not keep them
-        )
+        *_, cos, sin, ctx.back = inputs
+        ctx.tables = with_versions(cos, sin)  # all layers have the same, and activation checkpoints need not keep them
         return _run(*inputs)
 
     @staticmethod
     @in_mode_of_forward
     def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return *_rotate(dq, dk, ctx.cos, ctx.sin, not ctx.back), None, None, None
+        check_versions(ctx.tables)
+        (cos, _), (sin, _) = ctx.tables
+        return *_rotate(dq, dk, cos, sin, not ctx.back), None, None, None
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

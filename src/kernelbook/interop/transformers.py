@@ -41,7 +41,6 @@ from kernelbook.interop.transformers_generation import fast_generate
 from kernelbook.interop.transformers_loss import loss_in_pieces
 from kernelbook.interop.transformers_nvfp4 import NVFP4ExpertsConfig, NVFP4Linear
 from kernelbook.interop.transformers_quantizer import NF4ExpertsConfig, NF4ExpertsQuantizer
-from kernelbook.moved import moved
 from kernelbook.nn.experts import LoRAPair, gated_experts
 from kernelbook.nn.parameters import quantizable, quantize_parameter
 from kernelbook.nn.swiglu import ClampedSwiGLU
@@ -75,7 +74,7 @@ if not TYPE_CHECKING:
             from kernelbook.interop.transformers_training import CapturedTrainer
 
             return CapturedTrainer
-        return moved(__name__)(name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def register() -> None:

@@ -5,7 +5,7 @@ After :func:`register`, ``model.set_attn_implementation("kernelbook")`` and
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,13 +19,15 @@ from transformers.masking_utils import (
 )
 
 from kernelbook import runtime
-from kernelbook.interop import base_model
-from kernelbook.nn.named_attention import asked_for, boolean_mask, own_attention, statement
+from kernelbook.interop import attention_calls, base_model
+from kernelbook.nn.named_attention import NEUTRAL, OWN, asked_for, boolean_mask, is_stated, own_attention, statement
 
-__all__ = ["NAME", "attention_forward", "attention_mask", "known_masks", "register"]
+__all__ = ["NAME", "attention_forward", "attention_mask", "known_masks", "register", "why_not_ours"]
 
 NAME = "kernelbook"
 SDPA_KEYWORDS = frozenset(inspect.signature(sdpa_attention_forward).parameters)
+# What every model's eager attention does without a parameter of that name: sinks are the module's, weights are what it returns.
+EAGER_KEYWORDS = frozenset((*OWN, "output_attentions"))
 
 
 def register() -> None:
@@ -194,12 +196,21 @@ def attention_forward(
 
     A call with another mask than :func:`attention_mask` states (a padded batch) or dropout, or with heads of more than 256
     features or values of another width, runs as ``"sdpa"`` does, and so does one with a keyword that only that knows (a
-    position bias, a paged cache). Sinks and soft caps are the kernel's own; where such a call cannot be, and with any other
-    keyword that asks for something, it runs as ``"eager"`` does, by the function that the model's own code has for it.
+    position bias, a paged cache). Sinks and soft caps are the kernel's own; where such a call cannot be, and with a keyword
+    that is an argument of the model's own eager attention, it runs as ``"eager"`` does.
 
     Raises:
-        ValueError: such a keyword, and the module has no eager attention; or a sliding window of which no mask tells.
+        ValueError: a keyword that asks for something and that none of these reads; a module of :func:`why_not_ours`, unless
+            it comes with a mask that it made; a mask of integers; a sliding window of which no mask tells; within
+            ``same_bits`` packed sequences of which no mask tells.
     """
+    if (attention_mask is None or is_stated(attention_mask)) and not torch.compiler.is_compiling():
+        why = why_not_ours(type(module))
+        if why is not None:
+            raise ValueError(
+                f"attention_forward: module must leave its attention and its masks to others, but {type(module).__name__} {why}; "
+                f"kernelbook.nn.swap leaves it alone"
+            )
     out = own_attention(module, query, key, value, attention_mask, dropout, scaling, is_causal, **others)
     if out is not None:
         return out, None
@@ -208,11 +219,13 @@ def attention_forward(
     unknown = [name for name in asked_for(others) if name not in SDPA_KEYWORDS]
     if not unknown:
         return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, is_causal=is_causal, **others)
-    eager = _eager_attention(type(module))
-    if eager is None:
+    eager = attention_calls.eager_attention(type(module).forward)
+    read = EAGER_KEYWORDS.union(attention_calls.parameters(eager))
+    unread = [name for name in unknown if eager is None or name not in read]
+    if eager is None or unread:
         raise ValueError(
-            f"attention_forward: {unknown[0]} must be None where the module has no eager_attention_forward to fall back on, "
-            f"got {type(others[unknown[0]]).__name__} from {type(module).__name__}"
+            f"attention_forward: {unread[0]} must be None where neither the kernel nor the module's eager_attention_forward reads "
+            f"it, got {type(others[unread[0]]).__name__} from {type(module).__name__}"
         )
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     if mask is None and causal and n > 1:
@@ -224,10 +237,9 @@ def attention_forward(
     return eager(module, query, key, value, mask, dropout=dropout, **others)  # type: ignore[no-any-return]
 
 
-def _eager_attention(kind: type) -> Callable[..., Any] | None:
-    """The eager attention that the ``forward`` of this class of modules names."""
-    forward: Any = inspect.unwrap(kind.forward)  # type: ignore[attr-defined]
-    for name in forward.__code__.co_names:
-        if name.endswith("eager_attention_forward"):
-            return forward.__globals__.get(name)  # type: ignore[no-any-return]
-    return None
+KNOWN = frozenset(inspect.signature(attention_forward).parameters) | SDPA_KEYWORDS | EAGER_KEYWORDS | NEUTRAL
+
+
+def why_not_ours(kind: type[torch.nn.Module]) -> str | None:
+    """Why the attention of this class of modules cannot be :func:`attention_forward`; ``None`` where nothing speaks against it."""
+    return attention_calls.why_not(kind.forward, KNOWN)

@@ -12,7 +12,6 @@ Other parts of the model are loaded as transformers loads them. transformers mus
 from typing import Any
 
 import torch
-from torch.nn.utils import parametrize
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import Mxfp4Config
 
@@ -87,25 +86,24 @@ class MXFP4ExpertsQuantizer(ExpertsQuantizer):
         for module, experts in expert_modules(model):
             for name in weight_names(experts):
                 _take(experts, module, name, self._shapes[module, name], model.config.dtype)
-        # Who prepares a model for training in few bits asks for this name.
-        model.is_loaded_in_4bit = True
-        return model
+        return self._loaded(model)
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """With blocks and scales, on the host, in the place of what the experts keep."""
+        """With blocks and scales, on the host, in the place of what the experts keep; as it is where they are dense."""
         state = model.state_dict()
-        for module, experts in model.named_modules():
-            if not parametrize.is_parametrized(experts):
-                continue
-            for name in experts.parametrizations:
-                q = stored_weight(experts, name)
-                if not isinstance(q, NF4Tensor) or q.code_name != "e2m1" or q.block_size != BLOCK:
-                    continue
-                prefix = f"{module}.parametrizations.{name}."
-                state = {key: value for key, value in state.items() if not key.startswith(prefix)}
-                blocks, scales, _ = fp4_parts(q.to("cpu"))
-                state[f"{module}.{name}_blocks"] = blocks.unflatten(-1, (-1, BLOCK // 2))
-                state[f"{module}.{name}_scales"] = scales.view(torch.uint8)
+        weights = {
+            (module, name): stored_weight(experts, name)
+            for module, experts in expert_modules(model)
+            for name in weight_names(experts)
+        }
+        packed = {where: q for where, q in weights.items() if isinstance(q, NF4Tensor)}
+        self._is_packed(model, *([f"{module}.{name}" for module, name in found] for found in (weights, packed)))
+        for (module, name), q in packed.items():
+            prefix = f"{module}.parametrizations.{name}."
+            state = {key: value for key, value in state.items() if not key.startswith(prefix)}
+            blocks, scales, _ = fp4_parts(q.to("cpu"))
+            state[f"{module}.{name}_blocks"] = blocks.unflatten(-1, (-1, BLOCK // 2))
+            state[f"{module}.{name}_scales"] = scales.view(torch.uint8)
         return state, {}
 
 

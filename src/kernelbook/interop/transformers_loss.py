@@ -1,6 +1,7 @@
 """The loss of a language model of transformers without the logits of all tokens."""
 
 import contextlib
+import inspect
 import weakref
 from typing import Any
 
@@ -25,6 +26,9 @@ def loss_in_pieces(
     attention_mask: torch.Tensor | None = None,
     *,
     piece: int = 512,
+    num_items_in_batch: torch.Tensor | int | None = None,
+    shift_labels: torch.Tensor | None = None,
+    ignore_index: int = -100,
     **others: Any,
 ) -> torch.Tensor:
     """The mean cross entropy of the next token, as ``model(..., labels=labels).loss``, ``piece`` tokens' logits at a time.
@@ -38,35 +42,68 @@ def loss_in_pieces(
     Args:
         model: a causal language model of transformers, or a ``PeftModel`` around one.
         input_ids: (B, N).
-        labels: (B, N) int64; -100 does not count.
+        labels: (B, N) int64; ``ignore_index`` does not count.
         attention_mask, others: what the model without its head takes beside them.
         piece: tokens.
+        num_items_in_batch: what the sum is divided by, where it is not this batch's labels that count: with gradients
+            accumulated, those of all batches.
+        shift_labels: (B, N) the next token of each, in the place of ``labels``.
+        ignore_index: the label that does not count.
 
     Returns:
         () float32; 0 where no label counts. A router's auxiliary loss is no part of it.
 
     Raises:
-        TypeError: ``piece`` is not an integer.
-        ValueError: ``piece`` is below 1; or the model makes logits or a loss in another way, so that this would not be its loss.
+        TypeError: ``piece``, ``num_items_in_batch`` or ``ignore_index`` is not an integer.
+        ValueError: ``piece`` is below 1; or the model makes logits or a loss in another way, or would with an argument of its
+            own such as ``logits_to_keep``, so that this would not be its loss.
         RuntimeError: a graph is captured, and there was no call for this model before.
     """
     piece = arguments.integer("loss_in_pieces", "piece", piece, least=1)
+    ignore_index = arguments.integer("loss_in_pieces", "ignore_index", ignore_index)
+    if num_items_in_batch is not None and not isinstance(num_items_in_batch, torch.Tensor):
+        expected = "an integer or a tensor of one"
+        num_items_in_batch = arguments.integer("loss_in_pieces", "num_items_in_batch", num_items_in_batch, expected)
     base = base_model(model)
+    _refuse_others(base, others)
     if base not in _compared and input_ids.numel():
         with _nothing_cast_is_kept(input_ids.device.type):
             _compare(base, input_ids)
         _compared.add(base)
-    body = base.base_model(input_ids, attention_mask=attention_mask, **({"use_cache": False} | others))
-    rows, targets = body.last_hidden_state[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    others = {"use_cache": False} | others | {"return_dict": True}
+    body = base.base_model(input_ids, attention_mask=attention_mask, **others)
+    if shift_labels is None:
+        rows, targets = body.last_hidden_state[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    else:
+        rows, targets = body.last_hidden_state.flatten(0, 1), shift_labels.flatten()
 
     def of(part: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(_logits(base, part).float(), wanted, reduction="sum")
+        return F.cross_entropy(_logits(base, part).float(), wanted, ignore_index=ignore_index, reduction="sum")
 
     parts = [
         checkpoint(of, part, wanted, use_reentrant=False, preserve_rng_state=False)
         for part, wanted in zip(rows.split(piece), targets.split(piece), strict=True)
     ]
-    return torch.stack(parts).sum() / (targets != -100).sum().clamp(min=1)
+    total = torch.stack(parts).sum()
+    if num_items_in_batch is None:
+        return total / (targets != ignore_index).sum().clamp(min=1)
+    return total / (
+        num_items_in_batch.to(total.device) if isinstance(num_items_in_batch, torch.Tensor) else num_items_in_batch
+    )
+
+
+def _refuse_others(base: Any, others: dict[str, Any]) -> None:
+    """Raises for what the model's forward pass would take itself, and its body would pass over in silence."""
+    own = (
+        inspect.signature(base.forward).parameters.keys() - inspect.signature(base.base_model.forward).parameters.keys()
+    )
+    for name in sorted(others.keys() & ((own | {"output_router_logits"}) - {"return_dict"})):
+        value = others[name]
+        if isinstance(value, torch.Tensor) or value:
+            raise ValueError(
+                f"loss_in_pieces: {name} must be left out, got {value}, of which {type(base).__name__} makes another loss; take "
+                f"the model's own loss"
+            )
 
 
 def _logits(base: Any, hidden: torch.Tensor) -> torch.Tensor:
@@ -106,10 +143,12 @@ def _compare(base: Any, input_ids: torch.Tensor) -> None:
     def instead(_module: Any, _inputs: Any, out: Any) -> Any:
         """Hidden states of our choice in the place of the body's."""
         like = out.last_hidden_state
-        probe = (torch.arange(like[:1, :1].numel() * len(LOGITS), device=like.device) * 1.7).sin()
+        probe = (torch.arange(like[:1, :1].numel() * len(LOGITS), device=like.device).float() * 1.7).sin()
         probe = probe.view(1, len(LOGITS), -1).to(like.dtype)
         sizes = _logits(base, probe).float().std(-1, keepdim=True).clamp(min=1e-3)
-        probes.append((probe * torch.tensor(LOGITS, device=like.device)[:, None] / sizes).to(like.dtype))
+        probes.append(
+            (probe * torch.tensor(LOGITS, dtype=torch.float32, device=like.device)[:, None] / sizes).to(like.dtype)
+        )
         out.last_hidden_state = probes[0]
         return out
 

@@ -1,9 +1,11 @@
 """RMSNorm of transformers' models on :func:`kernelbook.rms_norm`; :func:`kernelbook.nn.swap` puts it there.
 
-transformers has a class for each model's norm. One is taken for an RMS norm by what it computes, not by its name.
+transformers has a class for each model's norm. One is taken for an RMS norm by what it computes, not by its name, and by its
+signature: what takes a gate as well computes more.
 """
 
 import functools
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -59,9 +61,12 @@ def _is_rms_norm(kind: type[torch.nn.Module], size: int, eps: float) -> bool:
     return isinstance(out, torch.Tensor) and out.shape == x.shape and torch.allclose(out, expected, atol=1e-5)
 
 
-def rms_norms(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, type[torch.nn.Module]]]:
-    """The RMS norms of ``model`` that have ``weight`` and ``variance_epsilon``: name, module, and its class on the kernel."""
-    kinds: dict[type, type | None] = {}
+def rms_norms(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, type[torch.nn.Module] | str]]:
+    """The RMS norms of ``model`` that have ``weight`` and ``variance_epsilon``: name, module, and its class on the kernel.
+
+    Instead of the class why there is none, where it is an RMS norm for one argument and takes others too.
+    """
+    kinds: dict[type, type[torch.nn.Module] | str | None] = {}
     for name, module in model.named_modules():
         kind: Any = type(module)
         weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
@@ -73,8 +78,14 @@ def rms_norms(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, ty
         ):
             continue
         if kind not in kinds:
-            fits = _is_rms_norm(kind, 32, eps)
-            kinds[kind] = _on_kernel(kind) if fits else None
+            kinds[kind] = _new_class(kind, eps)
         new = kinds[kind]
         if new is not None:
             yield name, module, new
+
+
+def _new_class(kind: Any, eps: float) -> type[torch.nn.Module] | str | None:
+    if not _is_rms_norm(kind, 32, eps):
+        return None
+    others = list(inspect.signature(kind.forward).parameters)[2:]
+    return f"{kind.__name__} takes {' and '.join(others)} too" if others else _on_kernel(kind)

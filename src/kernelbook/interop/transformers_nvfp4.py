@@ -187,9 +187,7 @@ class NVFP4ExpertsQuantizer(ExpertsQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         for place in self.places:
             _take(model.get_submodule(place.module), place, "global" in self.layout[2], model.config.dtype)
-        # Who prepares a model for training in few bits asks for this name.
-        model.is_loaded_in_4bit = True
-        return model
+        return self._loaded(model)
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """With the checkpoint's tensors, on the host, in the place of what the layers keep.
@@ -198,14 +196,7 @@ class NVFP4ExpertsQuantizer(ExpertsQuantizer):
         """
         state, found = model.state_dict(), list(_stored(model))
         there = {f"{module}.{name}".replace(".base_layer", "") for module, name, _, _ in found}
-        dense = [f"{place.module}.{place.name}" for place in self.places if f"{place.module}.{place.name}" not in there]
-        if dense and there:
-            raise ValueError(
-                f"save_pretrained: what was packed must still be, or all be dense, got a dense {dense[0]} beside a packed "
-                f"{min(there)}"
-            )
-        if dense:
-            self.remove_quantization_config(model)
+        if not self._is_packed(model, [f"{place.module}.{place.name}" for place in self.places], there):
             model._weight_conversions = None
         for module, name, q, kept in found:
             prefix = f"{module}.parametrizations.{name}."

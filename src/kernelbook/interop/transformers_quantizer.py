@@ -10,6 +10,8 @@ must be 5.8 or newer.
 import copy
 import dataclasses
 import math
+import weakref
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -82,6 +84,48 @@ class ExpertsQuantizer(HfQuantizer):
         """Where nothing is said the model goes to where the kernels run."""
         return {"": runtime.DEVICE} if device_map is None else device_map
 
+    @staticmethod
+    def _loaded(model: Any) -> Any:
+        # Who prepares a model for training in few bits asks for this name.
+        model.is_loaded_in_4bit = True
+        model.num_parameters = _NumParameters(model)
+        return model
+
+    def _is_packed(self, model: Any, weights: Collection[str], packed: Collection[str]) -> bool:
+        """Whether all of ``weights`` are. A model of which nothing is any more, since LoRA pairs were merged, is as dense ones are.
+
+        Raises ``ValueError`` for a mixture, which no configuration describes.
+        """
+        dense = [name for name in weights if name not in packed]
+        if dense and packed:
+            raise ValueError(
+                f"save_pretrained: what was packed must still be, or all be dense, got a dense {dense[0]} beside a packed "
+                f"{min(packed)}"
+            )
+        if dense:
+            self.remove_quantization_config(model)
+            for name in ("is_loaded_in_4bit", "num_parameters"):
+                model.__dict__.pop(name, None)
+        return not dense
+
+
+class _NumParameters:
+    """A loaded model's ``num_parameters``: of one that ``is_loaded_in_4bit`` transformers' own asks bitsandbytes."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = weakref.ref(model)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # of a copy, that of the copied model
+        return _NumParameters, (self._model(),)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> int:
+        model: Any = self._model()
+        model.is_loaded_in_4bit = False
+        try:
+            return int(type(model).num_parameters(model, *args, **kwargs))
+        finally:
+            model.is_loaded_in_4bit = True
+
 
 @register_quantizer(METHOD)
 class NF4ExpertsQuantizer(ExpertsQuantizer):
@@ -134,9 +178,17 @@ class NF4ExpertsQuantizer(ExpertsQuantizer):
                     raise ValueError(
                         f"from_pretrained: {name}.{weight} must be in the checkpoint, and it is not, or in another shape"
                     )
-        # Who prepares a model for training in few bits asks for this name.
-        model.is_loaded_in_4bit = True
-        return model
+        return self._loaded(model)
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[None, dict[str, Any]]:
+        """As it is, packed or dense."""
+        weights = {
+            f"{module}.{name}": stored(experts, name)
+            for module, experts in expert_modules(model)
+            for name in weight_names(experts)
+        }
+        self._is_packed(model, weights, [name for name, weight in weights.items() if isinstance(weight, NF4Tensor)])
+        return None, {}
 
     def _has_come(self, experts: Any, weight: str) -> bool:
         found = experts.parametrizations[weight]

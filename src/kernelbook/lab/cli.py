@@ -289,11 +289,13 @@ def judge(file: Path | None, task: str | None, hints: int, seed: int | None) -> 
     """Judges a file, or lists the tasks; 0 if it is right, 1 if not, 2 if there is nothing to judge."""
     from kernelbook.lab import judge as judging
 
-    if file is None or task is None:
+    if file is None and task is None:
         for one in judging.TASKS.values():
             print(f"{one.name:18} {one.says}")
-        return 0 if file is None and task is None else 2
+        return 0
     try:
+        if file is None or task is None:
+            raise ValueError(f"judge: a file and --task must come together, got {file or f'--task {task}'} alone")
         found = judging.judge(file, task, hints=hints, seed=seed)
     except ValueError as error:
         print(error, file=sys.stderr)
@@ -424,7 +426,7 @@ def _command(top: argparse.ArgumentParser, given: argparse.Namespace) -> int:
     if given.command == "profile":
         return profiling.profile(given)
     if bool(given.room) == given.all:
-        top.error("bench needs a room or --all")
+        top.error("bench must have either a room or --all" + (", got both" if given.all else ""))
     names, out = registry.CASE_BY_CASE if given.all else [given.room], given.out or _default_out()
     how = given.select, given.layers, given.only, given.part, given.warm, given.missing, given.older
     return bench(names, out, given.rep_ms, *how)

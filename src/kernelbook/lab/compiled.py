@@ -322,7 +322,7 @@ def _record(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Lau
             signature[parameter.name] = "constexpr"
             constants[parameter.name] = getattr(value, "value", value)
             continue
-        signature[parameter.name] = _type_of(value)
+        signature[parameter.name] = parameter.annotation_type or _type_of(value)
         number = value.data_ptr() if isinstance(value, torch.Tensor) else value
         # A tensor of a CUDA allocator starts on a multiple of 256 bytes; on the CPU one only of 64, which is enough.
         if type(number) is int and number % 16 == 0 and not parameter.do_not_specialize:

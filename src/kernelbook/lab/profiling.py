@@ -328,38 +328,40 @@ def profile(given: argparse.Namespace) -> int:
     try:
         return _profile(given)
     except (ImportError, OSError, ValueError) as error:
-        print(error, file=sys.stderr)
+        what = str(error)
     except Exception as error:  # whatever a model raises whose sizes do not fit
         if runtime.debug_enabled():
             raise
-        what = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        print(f"profile: the model must run, and it raised {what}", file=sys.stderr)
+        what = f"the model must run, and it raised {type(error).__name__}: {error}"
+    print(f"profile: {' '.join(what.split())}", file=sys.stderr)
     return 2
 
 
 def _profile(given: argparse.Namespace) -> int:
     if given.nf4 and not given.lora:
-        raise ValueError("profile: --nf4 freezes the experts, so there must be --lora RANK to train")
+        raise ValueError("--nf4 freezes the experts, so there must be --lora RANK to train")
     if given.steps < given.last:
-        raise ValueError(f"profile: --steps must be at least --last ({given.last}), got {given.steps}")
+        raise ValueError(f"--steps must be at least --last ({given.last}), got {given.steps}")
     for name, least in (("batch", 1), ("length", 1), ("lora", 0), ("top", 1)):
         value = getattr(given, name)
         if value is not None and value < least:
-            raise ValueError(f"profile: --{name} must be at least {least}, got {value}")
+            raise ValueError(f"--{name} must be at least {least}, got {value}")
     if given.config is None and given.experts != "kernelbook":
-        raise ValueError(f"profile: --experts must come with --config, got --experts {given.experts} without it")
+        raise ValueError(f"--experts must come with --config, got --experts {given.experts} without it")
     profiler = StepProfiler(given.out, first=given.first, last=given.last, top=given.top)
     step = _step_of(given)
     try:
         for number in range(1, given.steps + 1):
             profiler.begin(number)
-            step()
+            loss = step()
             profiler.end(number)
     finally:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # where nothing was recorded, the error says why
             report = profiler.close()
     assert report is not None
+    if not loss.isfinite():
+        raise ValueError(f"the loss must stay finite, got {loss.item()}: what was recorded is not a model's work")
     print(report.table(given.top))
     for path in (report.trace, report.snapshot, report.table_file):
         if path is not None:
@@ -373,7 +375,7 @@ def _changes(items: list[str]) -> dict[str, Any]:
     for item in items:
         name, mark, value = item.partition("=")
         if not mark:
-            raise ValueError(f"profile: --set must have the form NAME=VALUE, got {item!r}")
+            raise ValueError(f"--set must have the form NAME=VALUE, got {item!r}")
         try:
             found[name] = ast.literal_eval(value)
         except (SyntaxError, TypeError, ValueError):
@@ -381,8 +383,8 @@ def _changes(items: list[str]) -> dict[str, Any]:
     return found
 
 
-def _step_of(given: argparse.Namespace) -> Callable[[], None]:
-    """One training step of the model that the arguments describe."""
+def _step_of(given: argparse.Namespace) -> Callable[[], torch.Tensor]:
+    """One training step of the model that the arguments describe, which returns the loss."""
     real = runtime.DEVICE.type == "cuda"
     length = given.length or (2048 if real else 16)
     dtype = getattr(torch, given.dtype or ("bfloat16" if real else "float32"))
@@ -391,12 +393,15 @@ def _step_of(given: argparse.Namespace) -> Callable[[], None]:
         loss_of, parameters = _own_model(given, length, dtype)
     else:
         loss_of, parameters = _transformers_model(given, length, dtype)
-    optimizer = torch.optim.AdamW(parameters, lr=1e-4)
+    # An epsilon that is zero in float16 would divide by zero.
+    optimizer = torch.optim.AdamW(parameters, lr=1e-4, eps=max(1e-8, torch.finfo(dtype).tiny))
 
-    def step() -> None:
+    def step() -> torch.Tensor:
         optimizer.zero_grad()
-        loss_of().backward()
+        loss = loss_of()
+        loss.backward()
         optimizer.step()
+        return loss.detach()
 
     return step
 
@@ -408,7 +413,7 @@ def _own_model(given: argparse.Namespace, length: int, dtype: torch.dtype) -> tu
     try:
         layer = MoELayer(**sizes, device=runtime.DEVICE, dtype=dtype)
     except TypeError as error:
-        raise ValueError(f"profile: --set must name sizes of MoELayer: {error}") from error
+        raise ValueError(f"--set must name sizes of MoELayer: {error}") from error
     if given.lora:
         layer.requires_grad_(False)
         layer.experts.add_lora(given.lora)
@@ -428,11 +433,11 @@ def _transformers_model(
     from kernelbook.interop import transformers as interop
 
     if not given.config.exists():  # transformers would look for it on the network
-        raise ValueError(f"profile: --config must be a file or a folder, but there is no {given.config}")
+        raise ValueError(f"--config must be a file or a folder, but there is no {given.config}")
     config, changes = AutoConfig.from_pretrained(given.config), _changes(given.set)
     unknown = [name for name in changes if not hasattr(config, name)]
     if unknown:
-        raise ValueError(f"profile: --set must name values of {type(config).__name__}, got {', '.join(unknown)}")
+        raise ValueError(f"--set must name values of {type(config).__name__}, got {', '.join(unknown)}")
     config = AutoConfig.from_pretrained(given.config, **changes)
     with torch.device(runtime.DEVICE):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -440,6 +445,8 @@ def _transformers_model(
         import peft
 
         names = interop.expert_parameters(model)
+        if not names:
+            raise ValueError(f"--lora must come with a model that has experts, got {type(model).__name__}")
         lora = peft.LoraConfig(r=given.lora, target_modules=[], target_parameters=names)
         model = peft.get_peft_model(model, lora)
     if given.nf4:

@@ -268,11 +268,10 @@ def check_folder(op: str, out: Path) -> None:
     """Raises a ``ValueError`` unless ``out`` is a folder that can be written to, or may become one."""
     try:
         there = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
-    except OSError as error:  # a name that is too long
-        raise ValueError(f"{op}: out must be a folder to write to, got {str(out)[:80]}, {error.strerror}") from None
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        kind = "that cannot be written to" if there.is_dir() else "that is a file"
-        raise ValueError(f"{op}: out must be a folder to write to, got {out}, {kind} ({there})")
+        with tempfile.TemporaryDirectory(dir=there):  # permissions do not say it: nobody makes a folder in /proc
+            pass
+    except OSError as error:
+        raise ValueError(f"{op}: out must be a folder to write to, got {str(out)[:80]}: {error.strerror}") from None
 
 
 def results_dir() -> Path:
@@ -281,7 +280,9 @@ def results_dir() -> Path:
     for folder in (*[Path.cwd(), *Path.cwd().parents], *here.parents):
         if (folder / "book" / "results").is_dir() and (folder / "_toc.yml").is_file():
             return folder / "book" / "results"
-    raise FileNotFoundError("results_dir: no folder book/results above the working folder or the package")
+    raise FileNotFoundError(
+        "results_dir: no folder book/results above the working folder or the package: it needs the book's repository"
+    )
 
 
 BOOKS_GPU = "nvidia-h200"  # whose rows the text of the book speaks of

@@ -5,7 +5,7 @@ case against float64 and times them in one process beside the machine's ceilings
 rows of each case, as they come, in ``book/results/<gpu>/<room>.csv``. GB are 1e9 bytes, TFLOP 1e12 operations, MiB
 2**20 bytes, times milliseconds.
 
-Tables need the extra ``commands``; :func:`measure` and the ceilings do not.
+Tables need the extra ``lab``; :func:`measure` and the ceilings do not.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from kernelbook.observed import are_tensors, form, in_mode_of_forward, keep_mode
 from kernelbook.packed import NF4Tensor
 from kernelbook.packed.products import Matrices
 from kernelbook.plans import KeptPlans
-from kernelbook.tensors import precision, without_autocast
+from kernelbook.tensors import check_versions, precision, with_versions, without_autocast
 
 __all__ = ["Given", "Routing", "check", "moe_lora", "route", "scatter2scatter"]
 
@@ -129,6 +129,13 @@ class Given(NamedTuple):
         """The tensors that may have gradients."""
         stored = self.w.packed if isinstance(self.w, Matrices) else self.w
         return self.x, stored, self.lora_a, self.lora_b, self.bias, self.gates
+
+    @property
+    def frozen(self) -> tuple[Any, ...]:
+        """The tensors without gradients that the backward pass reads."""
+        w, ids = self.w, None if self.bias is None or self.gates is None else self.routing.expert_ids
+        parts = (w.packed, w.absmax, w.code, *w.nested) if isinstance(w, Matrices) else ()
+        return ids, self.routing.lists, *parts
 
     @property
     def tensors(self) -> tuple[Any, ...]:
@@ -444,6 +451,7 @@ class _MoeLora(torch.autograd.Function):
         # weights in few bits have no gradient, and no memory is won by dropping them.
         keep_mode(ctx)
         ctx.packed = w if isinstance(w, Matrices) else None
+        ctx.versions = with_versions(*given.frozen)
         ctx.save_for_backward(u, x, w if ctx.packed is None else None, lora_a, lora_b, bias, gates)
         ctx.set_materialize_grads(False)
         return y
@@ -454,6 +462,7 @@ class _MoeLora(torch.autograd.Function):
         if dy is None:
             return (None,) * (_DIFFERENTIABLE + 2)
         u, x, dense, lora_a, lora_b, bias, gates = ctx.saved_tensors
+        check_versions(ctx.versions)
         w = dense if ctx.packed is None else ctx.packed
         given = Given(x, w, lora_a, lora_b, bias, gates, ctx.routing, *ctx.settings)
         return *_differentiate(dy, u, given, tuple(ctx.needs_input_grad[:_DIFFERENTIABLE])), None, None

@@ -372,8 +372,9 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 @in_mode_of_forward
 def _gradients(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    args = *ctx.saved_tensors, *ctx.settings, dy.dtype
-    w = _dequantize_operator(*args) if observed(dy, *ctx.saved_tensors) else _dequantize(*args)
+    tensors = ctx.saved_tensors  # once: activation checkpointing unpacks them no second time
+    args = *tensors, *ctx.settings, dy.dtype
+    w = _dequantize_operator(*args) if observed(dy, *tensors) else _dequantize(*args)
     with without_autocast(dy):
         return (linear(dy, w[0].t()) if ctx.same_bits else dy @ w[0], *[None] * 10)
 

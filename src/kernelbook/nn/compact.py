@@ -6,7 +6,7 @@ import torch
 
 from kernelbook import arguments
 from kernelbook.linear import linear
-from kernelbook.observed import in_mode_of_forward, keep_mode
+from kernelbook.observed import in_mode_of_forward, is_batched, keep_mode
 from kernelbook.sparse_linear import sparse_backward, sparse_dw
 
 __all__ = ["compact_sparse_linear"]
@@ -96,6 +96,11 @@ class _CompactLinear(torch.autograd.Function):
     @in_mode_of_forward
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if is_batched(dy):
+            raise NotImplementedError(
+                "compact_sparse_linear: dy must be one gradient, since those of the weight are sparse tensors, got a batch "
+                "(is_grads_batched=True)"
+            )
         x, weight, ids = ctx.saved_tensors
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
         chunk = ctx.chunk_size

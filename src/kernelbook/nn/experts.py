@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from kernelbook import arguments  # before Triton, which it sets up
+from kernelbook import arguments, observed  # before Triton, which it sets up
 from kernelbook.moe_lora import Routing, moe_lora, route
 from kernelbook.nf4 import NF4Tensor, nf4_dequantize
 from kernelbook.nn.swiglu import ClampedSwiGLU, swiglu
 from kernelbook.packed.products import decodes_on_the_way
+from kernelbook.tensors import check_versions, with_versions
 
 __all__ = [
     "ACTIVATIONS",
@@ -34,6 +35,7 @@ __all__ = [
 ]
 
 ACTIVE = ("auto", "all", "bound", "count")
+_COUNT = "choose_experts: active must be 'auto', 'all' or 'bound' where the host cannot read the ids"
 NEARLY_ALL = 0.9  # with "count": a larger share of the experts than this is not worth a selection
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -130,8 +132,8 @@ def choose_experts(
 
     ``"all"``: every expert; nothing is computed. ``"bound"``: one place for each (token, slot) pair, in the pairs' order; no
     batch needs more, and the host needs to know nothing. An expert that two pairs name becomes dense twice. ``"count"``:
-    each expert that is used, once; the host **waits for the device** to learn how many these are. ``"auto"``: ``"bound"``
-    where that is at most half of the experts, else ``"all"``: it never waits.
+    each expert that is used, once; the host **waits for the device** to learn how many these are, and a compiler breaks its
+    graph. ``"auto"``: ``"bound"`` where that is at most half of the experts, else ``"all"``: it never waits.
 
     Args:
         expert_ids: (T, k) int64 or int32; ``num_experts`` marks a slot to skip, and so does every id out of range.
@@ -141,6 +143,10 @@ def choose_experts(
     Returns:
         ``experts``, (A,) ids in [0, E), or ``None`` for all; and ``expert_ids`` renamed: ``i`` stands for ``experts[i]``
         and ``A`` for a slot to skip.
+
+    Raises:
+        ValueError: ``active`` is no such word, or ``"count"`` where the host cannot read the ids: those of fake and meta
+            tensors, and while ``torch.export`` or ``make_fx`` traces. With ``torch.compile(fullgraph=True)`` Dynamo raises.
     """
     arguments.check_choice("choose_experts", "active", active, ACTIVE)
     pairs = expert_ids.numel()
@@ -157,6 +163,10 @@ def choose_experts(
     used = torch.zeros(num_experts + 1, dtype=torch.int32, device=ids.device)
     used.scatter_(0, ids.long(), 1)
     used = used[:num_experts]
+    if torch.compiler.is_dynamo_compiling():
+        torch._dynamo.graph_break(msg=_COUNT)
+    elif not observed.has_values(used):
+        raise ValueError(f"{_COUNT}, got 'count'")
     size = int(used.sum())  # the wait
     if size > NEARLY_ALL * num_experts:
         return None, expert_ids
@@ -173,8 +183,8 @@ def _dequantize(weight: NF4Tensor | Float8Tensor, experts: torch.Tensor | None, 
 
 
 @contextlib.contextmanager
-def _made_again(w: torch.Tensor, make: Callable[[], torch.Tensor]) -> Iterator[None]:
-    """Autograd keeps nothing of ``w`` within the context: it is made again."""
+def _made_again(w: torch.Tensor, make: Callable[[], torch.Tensor], *sources: torch.Tensor | None) -> Iterator[None]:
+    """Autograd keeps nothing of ``w`` within the context: it is made again, from the same ``sources``."""
     if torch.compiler.is_compiling():
         yield
         return
@@ -182,7 +192,8 @@ def _made_again(w: torch.Tensor, make: Callable[[], torch.Tensor]) -> Iterator[N
     # Hooks do not stack: the rest goes to those that were there, such as those
     # of activation checkpointing.
     outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    keep, give = outer if outer is not None else (lambda t: t, lambda t: t)
+    keep, give = outer if outer is not None else (with_versions, _unchanged)
+    kept_sources = with_versions(*sources)
 
     def pack(tensor: torch.Tensor) -> Any:
         if tensor.untyped_storage()._cdata == storage:
@@ -192,6 +203,7 @@ def _made_again(w: torch.Tensor, make: Callable[[], torch.Tensor]) -> Iterator[N
     def unpack(packed: Any) -> torch.Tensor:
         if isinstance(packed, _Kept):
             return give(packed.value)
+        check_versions(kept_sources)
         return make().as_strided(*packed)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
@@ -200,6 +212,13 @@ def _made_again(w: torch.Tensor, make: Callable[[], torch.Tensor]) -> Iterator[N
 
 class _Kept(NamedTuple):
     value: Any
+
+
+def _unchanged(kept: Any) -> torch.Tensor:
+    """What PyTorch does without hooks, and leaves to those that there are."""
+    check_versions(kept)
+    [(tensor, _)] = kept
+    return tensor  # type: ignore[no-any-return]
 
 
 # --- the activation -------------------------------------------------------------------------------------------------
@@ -375,7 +394,8 @@ def _product(
             return _dequantize(compressed, chosen, rows.dtype)
 
         w = make()
-        context = _made_again(w, make) if torch.is_grad_enabled() else contextlib.nullcontext()
+        parts = (part for part in vars(weight).values() if isinstance(part, torch.Tensor))
+        context = _made_again(w, make, chosen, *parts) if torch.is_grad_enabled() else contextlib.nullcontext()
     w = w if transposed else w.transpose(1, 2)
     with context:
         return moe_lora(rows, w, a, b, routing, scaling=scaling, bias=bias, **how)

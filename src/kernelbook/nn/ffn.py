@@ -142,18 +142,20 @@ class SparseFFN(torch.nn.Module):
         w_up, b_up = _in_rows(up)
         w_gate, b_gate = (None, None) if gate is None else _in_rows(gate)
         w_down, b_down = _in_rows(down)
-        new = cls(
-            w_up.shape[1],
-            w_up.shape[0],
-            w_down.shape[0],
-            gated=gate is not None,
-            activation=new_activation,
-            router=router,
-            deterministic=deterministic,
-            dropout=_compare(block, new_activation, replace=named is not None),
-            device=w_up.device,
-            dtype=w_up.dtype,
-        )
+        # The caller's random numbers go on as if nothing had been drawn.
+        with torch.random.fork_rng({parameter.device for parameter in block.parameters() if parameter.is_cuda}):
+            new = cls(
+                w_up.shape[1],
+                w_up.shape[0],
+                w_down.shape[0],
+                gated=gate is not None,
+                activation=new_activation,
+                router=router,
+                deterministic=deterministic,
+                dropout=_compare(block, new_activation, replace=named is not None),
+                device=w_up.device,
+                dtype=w_up.dtype,
+            )
         for name, value in (
             ("w_up", w_up),
             ("w_gate", w_gate),

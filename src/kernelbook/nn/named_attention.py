@@ -2,9 +2,10 @@
 
 transformers gives every layer the mask that a mask function made once. Besides its own masks (nothing, which is PyTorch's
 ``is_causal``, and tensors of four dimensions) a mask may say here that it is causal, with the last query at the last key:
-int64 of shape (B, 1, 1, 1 + window), how many keys each sequence has, repeated; 1 alone without a sliding window, and 0
+uint64 of shape (B, 1, 1, 1 + window), how many keys each sequence has, repeated; 1 alone without a sliding window, and 0
 instead of B where all keys are there. It takes no memory, and lengths may change in a captured graph. Four dimensions,
-because ``generate`` hands masks of so many, and no others, to a model as they are.
+because ``generate`` hands masks of so many, and no others, to a model as they are; uint64, because nobody's mask has that
+dtype, and hardly anything can be computed with it.
 """
 
 from typing import Any
@@ -13,9 +14,9 @@ import torch
 
 from kernelbook import runtime  # before Triton, which it sets up
 from kernelbook.attention import flash_attention
-from kernelbook.nn.same_bits import attend, sequences
+from kernelbook.nn.same_bits import attend, check_alone, positions, sequences
 
-__all__ = ["asked_for", "boolean_mask", "own_attention", "statement"]
+__all__ = ["NEUTRAL", "OWN", "asked_for", "boolean_mask", "is_stated", "own_attention", "statement"]
 
 MAX_HEAD = 256
 # What transformers' modules call an argument of flash_attention.
@@ -41,23 +42,24 @@ NEUTRAL = frozenset(
 )
 
 
-def _is_stated(mask: torch.Tensor | None) -> bool:
-    return mask is not None and mask.ndim == 4 and mask.dtype == torch.int64
+def is_stated(mask: torch.Tensor | None) -> bool:
+    """Whether the mask is a :func:`statement`."""
+    return mask is not None and mask.dtype == torch.uint64
 
 
 def _said(mask: torch.Tensor) -> tuple[torch.Tensor | None, int | None]:
     """-> lengths and window."""
-    return mask[:, 0, 0, 0] if mask.shape[0] else None, mask.shape[3] - 1 or None
+    return mask[:, 0, 0, 0].view(torch.int64) if mask.shape[0] else None, mask.shape[3] - 1 or None
 
 
 def statement(lengths: torch.Tensor, window: int | None) -> torch.Tensor:
     """The mask that says so: ``lengths`` (B,) int64, or (0,) where all keys are there."""
-    return lengths[:, None, None, None].expand(-1, 1, 1, 1 + (window or 0))
+    return lengths.view(torch.uint64)[:, None, None, None].expand(-1, 1, 1, 1 + (window or 0))
 
 
 def boolean_mask(mask: torch.Tensor | None, n: int, s: int) -> torch.Tensor | None:
     """The mask for others: (B or 1, 1, N, S) booleans for one that is stated as above; any other as it is."""
-    if mask is None or not _is_stated(mask):
+    if mask is None or not is_stated(mask):
         return mask
     lengths, window = _said(mask)
     key = torch.arange(s, device=mask.device)
@@ -90,15 +92,18 @@ def own_attention(
     :func:`sequences`: it may say that tokens are padding, and where packed sequences begin.
 
     Raises:
-        ValueError: a sliding window of which no mask tells; within ``same_bits`` whatever gives None elsewhere.
+        ValueError: a mask of integers, which means something else to each of PyTorch's attentions; a sliding window of which
+            no mask tells; within ``same_bits`` whatever gives None elsewhere, and packed sequences of which no mask tells.
     """
+    if mask is not None and not (is_stated(mask) or mask.dtype == torch.bool or mask.is_floating_point()):
+        raise ValueError(f"attention_forward: attention_mask must be of booleans or floating point, got {mask.dtype}")
     window = others.get("sliding_window")
     if mask is None and window is not None and window < key.shape[2]:
         raise ValueError(
             f"attention_forward: sliding_window must be part of attention_mask where there are more keys, got "
             f"{window} for {key.shape[2]} keys and no mask; transformers' sdpa_mask makes such masks"
         )
-    stated, same_bits = _is_stated(mask), runtime.in_same_bits()
+    stated, same_bits = is_stated(mask), runtime.in_same_bits()
     made = same_bits and mask is not None and mask.ndim == 4 and mask.dtype == torch.bool
     asked = asked_for(others)
     known = (
@@ -113,8 +118,12 @@ def own_attention(
             )
         return None
     more: dict[str, Any] = {OWN[name]: others[name] for name in asked}
+    batch, _, n, _ = query.shape
     if made and mask is not None:
-        return attend(query, key, value, sequences(mask, query.shape[0], window), scale=scaling, **more)
+        where = sequences(mask, batch, window, positions(others))
+        return attend(query, key, value, where, scale=scaling, **more)
+    if same_bits:
+        check_alone(batch, n, positions(others), others.get("cu_seq_lens_q"))
     lengths, window = None, None
     if mask is not None:
         lengths, window = _said(mask)

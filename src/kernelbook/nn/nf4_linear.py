@@ -89,7 +89,7 @@ class NF4Linear(LoRAModule):
         else:  # something else has been put on it
             out = linear(x, stored.to(x.dtype))
         if bias is not None:
-            out = out + bias
+            out = out + bias.to(out.dtype)
         if a is not None:
             out = out + linear(linear(x.to(a.dtype), a), b).to(out.dtype) * self.scaling
         return out

@@ -125,11 +125,19 @@ def store_parameter(module: torch.nn.Module, name: str, q: NF4Tensor, *, turned:
     parametrize.register_parametrization(module, name, parametrization, unsafe=True)
     stacks: Any = module.parametrizations
     stacks[name] = _Stack([parametrization], packed, unsafe=True)
-    type(module).__reduce_ex__ = _reduce  # type: ignore[assignment, method-assign]
+    _reduces(type(module))
+
+
+def _reduces(kind: type[torch.nn.Module]) -> None:
+    """Makes modules of the class that PyTorch has made for one parametrized module copied and pickled by :func:`_reduce`."""
+    kind.__reduce_ex__ = _reduce  # type: ignore[assignment, method-assign]
+    # PyTorch's own copies share the class: whoever made a parameter of one dense would take it from all.
+    if "__deepcopy__" in kind.__dict__:
+        del kind.__deepcopy__  # type: ignore[attr-defined]
 
 
 def _reduce(module: torch.nn.Module, protocol: Any) -> tuple[Any, ...]:
-    """How a module with 4-bit parameters is pickled. PyTorch makes a class for each parametrized module, and refuses."""
+    """How a module with 4-bit parameters is pickled, which PyTorch refuses, and copied: the new one has a class of its own."""
     names = tuple(module.parametrizations)  # type: ignore[arg-type]
     return _parametrized, (type(module).__bases__[0], names), dict(module.__dict__)
 
@@ -139,7 +147,7 @@ def _parametrized(kind: type[torch.nn.Module], names: tuple[str, ...]) -> torch.
     parametrize._inject_new_class(module)
     for name in names:
         parametrize._inject_property(module, name)
-    type(module).__reduce_ex__ = _reduce  # type: ignore[assignment, method-assign]
+    _reduces(type(module))
     return module
 
 

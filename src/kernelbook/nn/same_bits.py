@@ -1,6 +1,10 @@
 """What a model needs around the kernels to be the same bits in any batch: its linear layers, and attention of padded and packed batches."""
 
+import contextlib
+import contextvars
 import functools
+import inspect
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +15,7 @@ from kernelbook import runtime  # before Triton, which it sets up
 from kernelbook.attention import flash_attention
 from kernelbook.linear import linear
 
-__all__ = ["SameBitsLinear", "Sequences", "attend", "sequences", "with_linear"]
+__all__ = ["SameBitsLinear", "Sequences", "attend", "check_alone", "in_mode", "positions", "sequences", "with_linear"]
 
 
 # --- linear layers --------------------------------------------------------------------------------------------------
@@ -91,31 +95,105 @@ class Sequences(NamedTuple):
     window: int | None
 
 
-def sequences(mask: torch.Tensor, batch: int, window: int | None) -> Sequences:
+def sequences(
+    mask: torch.Tensor, batch: int, window: int | None, position_ids: torch.Tensor | None = None
+) -> Sequences:
     """What a mask (B or 1, 1, N, S) of booleans says, if it is causal within sequences; the host waits for the device, once.
 
     A query that does not see the key at its own place is padding. ``window``: how many keys back a query sees at most.
 
     Raises:
-        ValueError: the mask is another.
+        ValueError: the mask is another, or ``position_ids`` begin anew within one of its sequences.
     """
     found: Sequences | None = getattr(mask, "_kernelbook_sequences", None)
     if found is None or found.window != window:
-        found = mask._kernelbook_sequences = _read(mask.expand(batch, -1, -1, -1)[:, 0], window)  # type: ignore[attr-defined]
+        jumps = _jumps(position_ids, batch, mask.shape[2])
+        found = mask._kernelbook_sequences = _read(mask.expand(batch, -1, -1, -1)[:, 0], window, jumps)  # type: ignore[attr-defined]
     return found
 
 
-def _read(mask: torch.Tensor, window: int | None) -> Sequences:
+# What the model of transformers was given that runs; () outside of one that swap() knows.
+_given: contextvars.ContextVar[torch.Tensor | tuple[()] | None] = contextvars.ContextVar("position_ids", default=())
+
+
+@contextlib.contextmanager
+def in_mode(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+    """The mode for a call of ``module``; of a model of transformers :func:`positions` knows which it was given, or that none."""
+    token = None
+    if hasattr(module, "set_attn_implementation"):
+        given = kwargs.get("position_ids")
+        if given is None and args:
+            given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments.get("position_ids")
+        token = _given.set(given)
+    try:
+        with runtime.same_bits():
+            yield
+    finally:
+        if token is not None:
+            _given.reset(token)
+
+
+def positions(others: dict[str, Any]) -> torch.Tensor | None:
+    """The ``position_ids`` by which sequences may be packed: of an attention's keywords, or of the model that it is in.
+
+    Some models do not hand them on. Those that a model makes itself, since it was given none, need not be looked at.
+    """
+    given = _given.get()
+    if given is None:
+        return None
+    own: torch.Tensor | None = others.get("position_ids")
+    return given if own is None and isinstance(given, torch.Tensor) else own
+
+
+PACKED = (
+    "attention_forward: {} must not pack sequences within same_bits() where attention_mask tells of one, got {}: they would see "
+    "each other; most models make a mask that tells them apart where use_cache=False, and no attention_mask is given"
+)
+
+
+def check_alone(
+    batch: int, n: int, position_ids: torch.Tensor | None, cu_seq_lens_q: torch.Tensor | None = None
+) -> None:
+    """Raises for packed sequences, of which a mask that is causal or not there does not tell.
+
+    Where a model was given ``position_ids`` the host waits for the device, once for all layers; not for a step of decoding,
+    and not while a graph is captured: the same step ran before, to be warm.
+    """
+    if cu_seq_lens_q is not None and cu_seq_lens_q.shape[0] > batch + 1:
+        raise ValueError(PACKED.format("cu_seq_lens_q", f"{cu_seq_lens_q.shape[0] - 1} sequences"))
+    if position_ids is None or n == 1 or (position_ids.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return
+    version = None if position_ids.is_inference() else position_ids._version
+    if getattr(position_ids, "_kernelbook_alone", ()) != version:
+        jumps = _jumps(position_ids, batch, n)
+        if jumps is not None and bool(jumps.any()):
+            raise ValueError(PACKED.format("position_ids", "some that begin anew"))
+        position_ids._kernelbook_alone = version  # type: ignore[attr-defined]
+
+
+def _jumps(position_ids: torch.Tensor | None, batch: int, n: int) -> torch.Tensor | None:
+    """(B, N): where a position does not follow the one before it, as transformers' ``find_packed_sequence_indices`` has it."""
+    if position_ids is None or position_ids.ndim != 2 or position_ids.shape not in ((1, n), (batch, n)):
+        return None
+    jumps = torch.zeros_like(position_ids, dtype=torch.bool)
+    jumps[:, 1:] = position_ids.diff(dim=1) != 1
+    return jumps.expand(batch, n)
+
+
+def _read(mask: torch.Tensor, window: int | None, jumps: torch.Tensor | None) -> Sequences:
     batch, n, s = mask.shape
     own = torch.arange(s - n, s, device=mask.device)
     first, count = mask.to(torch.uint8).argmax(2), mask.sum(2)
     is_token = mask.gather(2, own.expand(batch, n)[..., None])[..., 0]
-    table = torch.stack((first, count, is_token.long())).tolist()
+    jumps = torch.zeros_like(is_token) if jumps is None else jumps
+    table = torch.stack((first, count, is_token.long(), jumps.long())).tolist()
     found: list[tuple[int, int, int, int]] = []  # batch, first query, queries, first key
-    for b, (firsts, counts, tokens) in enumerate(zip(*table, strict=True)):
+    for b, (firsts, counts, tokens, anew) in enumerate(zip(*table, strict=True)):
         begin = None
         for i in range(n):
             begins = tokens[i] and (begin is None or counts[i] == 1)
+            if anew[i] and tokens[i] and not begins:
+                raise ValueError(PACKED.format("position_ids", f"a new sequence at query {i} of batch {b}"))
             if begins or not tokens[i]:
                 if begin is not None:
                     found.append((b, begin, i - begin, firsts[begin]))

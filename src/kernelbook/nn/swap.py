@@ -12,7 +12,7 @@ from kernelbook import runtime  # before Triton, which it sets up
 from kernelbook.attention import flash_attention
 from kernelbook.linear import linear
 from kernelbook.nn.layers import LayerNorm, RMSNorm
-from kernelbook.nn.same_bits import SameBitsLinear, with_linear
+from kernelbook.nn.same_bits import SameBitsLinear, in_mode, with_linear
 
 __all__ = ["Swap", "swap"]
 
@@ -114,6 +114,16 @@ class Swap:
         lines = [f"swap: {type(self.model).__name__} runs {counts} on kernelbook"]
         return "\n".join(lines + [f"  left as it was: {name or 'the model'}: {why}" for name, why in self.left.items()])
 
+    def _change(self, name: str, module: nn.Module, kind: type[nn.Module] | str, became: str) -> None:
+        """Gives the module another class, or leaves it: where ``kind`` says why, or where no class decides what it does."""
+        if isinstance(kind, str):
+            self.left[name] = kind
+        elif "forward" in vars(module):
+            self.left[name] = "it has a forward of its own, as accelerate's hooks give it, which no class changes"
+        else:
+            self._set(module, "__class__", kind)
+            self.changed[name] = became
+
     def _set(self, owner: Any, name: str, value: Any) -> None:
         self._before.append((owner, name, getattr(owner, name)))
         setattr(owner, name, value)
@@ -141,10 +151,11 @@ def swap(
     """Runs PyTorch's own layers inside ``model`` on the kernels, in place; prints what it changed.
 
     A module changes its class, and nothing else: parameters, buffers, hooks, names and the state dict stay. Modules of other
-    classes, such as a subclass with a ``forward`` of its own, are left alone. A model of transformers runs its attention on
-    the kernels too, by its own interface for that (see :func:`kernelbook.interop.transformers_attention.register`), and so do
-    its own classes of RMS norms that compute nothing else, and the rotation of queries and keys where it is the usual one.
-    Sinks and soft caps are the kernel's own too; a layer that asks for something else keeps its own eager attention.
+    classes, such as a subclass with a ``forward`` of its own, and modules whose instance has one are left alone. A model of
+    transformers runs its attention on the kernels too, by its own interface for that (see
+    :func:`kernelbook.interop.transformers_attention.register`), and so do its own classes of RMS norms that compute nothing
+    else, and the rotation of queries and keys where it is the usual one. Sinks and soft caps are the kernel's own too. A model
+    whose attention asks for what is not known here, such as the keys that an indexer selects, keeps its own.
 
     Where ``torch.nn.TransformerEncoderLayer`` holds a module that changed, its inference fast path is switched off: it would
     pass over the modules.
@@ -152,9 +163,11 @@ def swap(
     With ``same_bits`` the model runs within :func:`kernelbook.same_bits`, whoever calls it or one of its blocks: a token's
     log-probabilities are the same bits in a packed or padded batch and in generation, alone or beside others. Its linear
     layers, a router's product and its experts run on the kernels too. Where a mask tells of padding, or where packed sequences
-    begin, the host waits for the device once a forward pass. PyTorch's softmax and log_softmax go row by row, and are
-    left; on a GPU their rows have to begin on 16 bytes. What a ``forward`` of yours calls itself, such as
-    ``torch.matmul`` or ``scaled_dot_product_attention``, is not looked at, and may depend on the batch.
+    begin, the host waits for the device once a forward pass. Packed sequences of which the mask does not tell are an error:
+    most models make such a mask of ``position_ids`` where there is no cache and no other mask, and gpt-oss does not. PyTorch's
+    softmax and log_softmax go row by row, and are left; on a GPU their rows have to begin on 16 bytes. What a ``forward`` of
+    yours calls itself, such as ``torch.matmul`` or ``scaled_dot_product_attention``, is not looked at, and may depend on the
+    batch.
 
     Args:
         model: any module; on a GPU when it is called, or under the interpreter.
@@ -210,11 +223,7 @@ def _swap(done: Swap, layer_norm: bool, rms_norm: bool, attention: bool) -> None
             problem = problem_of(module)
             if type(module) is not theirs:
                 problem = f"{type(module).__name__} is a class of its own"
-            if problem is None:
-                done._set(module, "__class__", ours)
-                done.changed[name] = theirs.__name__
-            else:
-                done.left[name] = problem
+            done._change(name, module, problem or ours, theirs.__name__)
     changed = {module for name, module in model.named_modules() if name in done.changed}
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer) and changed & set(module.modules()):
@@ -224,16 +233,14 @@ def _swap(done: Swap, layer_norm: bool, rms_norm: bool, attention: bool) -> None
     if rms_norm and hasattr(model, "set_attn_implementation"):
         from kernelbook.interop import transformers_norms
 
-        for name, module, ours in list(transformers_norms.rms_norms(model)):
-            done._set(module, "__class__", ours)
-            done.changed[name] = "RMSNorm"
+        for name, module, norm in list(transformers_norms.rms_norms(model)):
+            done._change(name, module, norm, "RMSNorm")
     if attention and hasattr(model, "set_attn_implementation"):
         from kernelbook.interop import rotary
 
         _swap_attention_interface(model, done)
-        for name, module, ours in list(rotary.attentions(model)):
-            done._set(module, "__class__", ours)
-            done.changed[name] = "rotary embedding"
+        for name, module, turning in list(rotary.attentions(model)):
+            done._change(name, module, turning, "rotary embedding")
 
 
 def _swap_attention_interface(model: Any, done: Swap) -> None:
@@ -249,12 +256,16 @@ def _swap_attention_interface(model: Any, done: Swap) -> None:
             continue  # the model around it has the same configuration
         # The second: gpt-oss, whose sinks PyTorch's attention has no place for.
         takes_others = part._supports_sdpa or getattr(part, "_supports_attention_backend", False)
-        if part._can_set_attn_implementation() and takes_others:
+        users = dict.fromkeys(type(module) for module in model.modules() if getattr(module, "config", None) is config)
+        reasons = (f"{kind.__name__} {why}" for kind in users if (why := transformers_attention.why_not_ours(kind)))
+        if not (part._can_set_attn_implementation() and takes_others):
+            done.left[name] = f"{type(part).__name__} has an attention of its own kind"
+        elif reason := next(reasons, None):
+            done.left[name] = reason
+        else:
             # What set_attn_implementation() sets as well; the public name would set it for other models' configurations too.
             done._set(config, "_attn_implementation_internal", transformers_attention.NAME)
             done.changed[f"{name}.config" if name else "config"] = "attention implementation"
-        else:
-            done.left[name] = f"{type(part).__name__} has an attention of its own kind"
 
 
 # --- the same bits --------------------------------------------------------------------------------------------------
@@ -267,12 +278,12 @@ def _swap_same_bits(done: Swap) -> None:
     """What :func:`_swap` leaves to PyTorch, and the mode around each module that has others in it."""
     model = done.model
     experts = _swap_experts(done)
-    unknown = dict(done.left)
+    unknown: dict[str, str] = {}
     for name, module in model.named_modules():
         weights = dict(module.named_parameters(recurse=False))
         if type(module) is nn.Linear:
-            done._set(module, "__class__", SameBitsLinear)
-            done.changed[name] = "Linear"
+            done._change(name, module, SameBitsLinear, "Linear")
+            continue
         if isinstance(module, nn.modules.batchnorm._NormBase):  # has no weights where affine is False
             unknown[name] = f"{type(module).__name__} normalizes over other rows"
             continue
@@ -281,10 +292,10 @@ def _swap_same_bits(done: Swap) -> None:
             continue
         if "weight" in weights and weights["weight"].ndim == 2 and _multiplies(type(module)):
             kind: Any = type(module)
-            done._set(module, "__class__", with_linear(kind))
-            done.changed[name] = kind.__name__
+            done._change(name, module, with_linear(kind), kind.__name__)
         else:
             unknown[name] = f"{type(module).__name__} has weights, and no kernel of the package is known for it"
+    unknown = done.left | unknown
     if unknown:
         listed = "; ".join(f"{name or 'the model'}: {why}" for name, why in unknown.items())
         raise ValueError(f"swap: same_bits must be False for this model, since it would not hold: {listed}")
@@ -324,14 +335,14 @@ def _in_mode(module: nn.Module) -> list[Any]:
     """The mode from before a module's forward pass to after it, also after one that raises; a checkpoint's second one too."""
     of_thread = threading.local()
 
-    def enter(*_: Any) -> None:
-        of_thread.entered = [*getattr(of_thread, "entered", ()), runtime.same_bits()]
+    def enter(*call: Any) -> None:
+        of_thread.entered = [*getattr(of_thread, "entered", ()), in_mode(*call)]
         of_thread.entered[-1].__enter__()
 
     def leave(*_: Any) -> None:
         of_thread.entered.pop().__exit__(None, None, None)
 
     return [
-        module.register_forward_pre_hook(enter, prepend=True),
+        module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
         module.register_forward_hook(leave, always_call=True),
     ]

@@ -21,7 +21,7 @@ def swiglu(h: torch.Tensor) -> torch.Tensor:
     if torch.compiler.is_compiling():  # a compiler fuses these, and decides itself what to keep
         gate, up = h.chunk(2, dim=-1)
         return F.silu(gate) * up
-    return _swiglu(h) if observed(h) else _unobserved(h)
+    return _swiglu(_checked(h)) if observed(h) else _unobserved(h)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ class ClampedSwiGLU:
         if torch.compiler.is_compiling():  # a compiler fuses these, and decides itself what to keep
             return self.reference(h)
         if observed(h):
-            return _clamped_swiglu(h, self.alpha, self.limit)  # type: ignore[no-any-return]
+            return _clamped_swiglu(_checked(h, "ClampedSwiGLU"), self.alpha, self.limit)  # type: ignore[no-any-return]
         return _unobserved(h, self.alpha, self.limit)
 
     def reference(self, h: torch.Tensor) -> torch.Tensor:
@@ -76,15 +76,19 @@ class _Plan:
 _plans = KeptPlans[_Plan]()
 
 
+def _checked(h: torch.Tensor, op: str = "swiglu") -> torch.Tensor:
+    arguments.check_tensor(op, "h", h)
+    if h.ndim != 2 or h.shape[1] % 2:
+        raise ValueError(f"{op}: h must have shape (S, 2 I), got {tuple(h.shape)}")
+    return h
+
+
 def _plan(h: torch.Tensor, clamp: tuple[float, ...]) -> _Plan:
     """``clamp``: alpha and limit of :class:`ClampedSwiGLU`, or nothing."""
     key = (h.shape, h.dtype, h.device, clamp, runtime.plan_mode())
     plan = _plans.get(key)
     if plan is None:
-        if h.ndim != 2 or h.shape[1] % 2:
-            raise ValueError(
-                f"{'ClampedSwiGLU' if clamp else 'swiglu'}: h must have shape (S, 2 I), got {tuple(h.shape)}"
-            )
+        _checked(h, "ClampedSwiGLU" if clamp else "swiglu")
         rows, inner = h.shape[0], h.shape[1] // 2
         height = 1 if h.dtype == torch.float64 else kernels.ROWS  # its exponential takes many registers
         how: dict[str, Any] = dict(zip(("ALPHA", "LIMIT"), clamp, strict=False))

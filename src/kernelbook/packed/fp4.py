@@ -66,7 +66,7 @@ def fp4_tensor(
     arguments.check_shape(op, "packed", flat, (*rest, groups * block // 2))
     blocks = scales.numel()
     nested = (
-        torch.ones((), device=packed.device)
+        torch.ones((), dtype=torch.float32, device=packed.device)
         if tensor_scale is None
         else tensor_scale.detach().float().to(packed.device)
     )
@@ -95,7 +95,7 @@ def fp4_tensor(
         dtype=dtype,
         nested_absmax=nested.contiguous(),
         nested_code=torch.arange(256, dtype=torch.uint8, device=packed.device).view(kind).float(),
-        nested_offset=torch.zeros((), device=packed.device),
+        nested_offset=torch.zeros((), dtype=torch.float32, device=packed.device),
     )
 
 
@@ -107,7 +107,8 @@ def _swapped(packed: torch.Tensor) -> torch.Tensor:
 def _values(device: torch.device) -> torch.Tensor:
     """``E2M1.values`` on the device, made there: the host would have to wait until they are copied."""
     codes = torch.arange(8, device=device)
-    exponent, mantissa = codes >> 1, (codes & 1) / 2
+    # In float32: of integers PyTorch makes the default dtype.
+    exponent, mantissa = (codes >> 1).float(), (codes & 1).float() / 2
     magnitudes = torch.where(exponent > 0, torch.ldexp(1 + mantissa, exponent - 1), mantissa)
     return torch.cat([magnitudes, -magnitudes])
 
@@ -175,7 +176,7 @@ def fp4_quantize(w: torch.Tensor, *, format: str = "mxfp4", scale: str = "ocp") 
 
 def _power(stored: torch.Tensor) -> torch.Tensor:
     """The powers of two that e8m0's bytes stand for."""
-    return torch.ldexp(torch.ones_like(stored, dtype=torch.float32), stored.int() - 127)
+    return torch.ldexp(torch.ones_like(stored, dtype=torch.float32), stored.float() - 127)
 
 
 def _codes(values: torch.Tensor, step: torch.Tensor) -> torch.Tensor:

@@ -119,11 +119,12 @@ def _prefetch(ptrs, size, wanted):
 
 
 @triton.jit
-def _zero_semaphores(semaphores_ptr, SEMAPHORES: tl.constexpr):
+def _zero_semaphores(semaphores_ptr, semaphores):
     """The counters of the kernel that comes next, by the first program of this one: saves a launch."""
-    if SEMAPHORES > 0 and tl.program_id(0) == 0:
-        offs = tl.arange(0, triton.next_power_of_2(SEMAPHORES))
-        tl.store(semaphores_ptr + offs, tl.zeros(offs.shape, tl.int32), mask=offs < SEMAPHORES)
+    if tl.program_id(0) == 0:
+        for start in range(0, semaphores, 256):
+            offs = start + tl.arange(0, 256)
+            tl.store(semaphores_ptr + offs, tl.zeros(offs.shape, tl.int32), mask=offs < semaphores)
 
 
 @triton.jit
@@ -137,10 +138,10 @@ def _row_values(ptr, rows, stride, exists, ACC: tl.constexpr, PRESENT: tl.conste
 
 
 # --- up: gathered rows ----------------------------------------------------------------------------------------------
-# L changes from call to call: a new list should not compile a kernel anew.
+# L and the number of semaphores change from call to call, which should not compile a kernel anew.
 
 
-@triton.jit(do_not_specialize=["L"])
+@triton.jit(do_not_specialize=["L", "semaphores"])
 def _gather_matmul_fwd_vector_kernel(
     rows_ptr,  # (L,) integers
     x_ptr, stride_xm, stride_xk,  # (M, K), M <= TOKENS
@@ -149,15 +150,15 @@ def _gather_matmul_fwd_vector_kernel(
     gate_ptr, stride_gn, stride_gk,  # (N, K), if GATED
     bg_ptr, stride_bg,  # (N,), if HAS_GATE_BIAS
     out_ptr, stride_om,  # (M, L_out), columns contiguous; those from L on become zero
-    semaphores_ptr,  # (SEMAPHORES,) int32
-    M, N, K, L, L_out,
+    semaphores_ptr,  # (semaphores,) int32
+    M, N, K, L, L_out, semaphores,
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, HAS_GATE_BIAS: tl.constexpr,
-    ACC: tl.constexpr, SEMAPHORES: tl.constexpr, PDL: tl.constexpr,
+    ACC: tl.constexpr, PDL: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()  # the next kernel may begin to load its weights; it waits for this one where it has to
-    _zero_semaphores(semaphores_ptr, SEMAPHORES)
+    _zero_semaphores(semaphores_ptr, semaphores)
     pos = tl.program_id(0) * BLOCK_L + tl.arange(0, BLOCK_L)
     rows, exists = _rows_at(rows_ptr, pos, L, N)
     offs_k = tl.arange(0, BLOCK_K).to(tl.int64)
@@ -199,7 +200,7 @@ def _gather_matmul_fwd_vector_kernel(
         tl.store(out_ptrs, h.to(out_ptr.dtype.element_ty), mask=(pos < L_out) & (t < M))
 
 
-@triton.jit(do_not_specialize=["L", "split"])
+@triton.jit(do_not_specialize=["L", "semaphores", "split"])
 def _gather_matmul_fwd_tiles_kernel(
     rows_ptr,  # (L,) integers
     x_ptr, stride_xm, stride_xk,  # (M, K)
@@ -210,12 +211,12 @@ def _gather_matmul_fwd_tiles_kernel(
     out_ptr, stride_om,  # (M, L_out), columns contiguous; zero from L on
     partial_ptr, stride_ps,  # (split, M, L_out), twice if GATED, if SPLIT
     own_semaphores_ptr,  # (tiles of out,) int32, zero, if SPLIT
-    semaphores_ptr,  # (SEMAPHORES,) int32
-    M, N, K, L, L_out, split,
+    semaphores_ptr,  # (semaphores,) int32
+    M, N, K, L, L_out, semaphores, split,
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr,
     GATED: tl.constexpr, HAS_GATE_BIAS: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr,
-    SPLIT: tl.constexpr, SEMAPHORES: tl.constexpr, PDL: tl.constexpr,
+    SPLIT: tl.constexpr, PDL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_K: tl.constexpr,
     SHARES: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -223,7 +224,7 @@ def _gather_matmul_fwd_tiles_kernel(
     their products added at the end."""
     if PDL:
         gdc_launch_dependents()
-    _zero_semaphores(semaphores_ptr, SEMAPHORES)
+    _zero_semaphores(semaphores_ptr, semaphores)
     tile, share = tl.program_id(0), tl.program_id(1)
     num_m, num_l = tl.cdiv(M, BLOCK_M), tl.cdiv(L_out, BLOCK_L)
     pid_m, pid_l = grouped(tile, num_m, num_l, GROUP)

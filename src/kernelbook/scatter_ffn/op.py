@@ -244,7 +244,7 @@ def _new_plan(network: _Network, count: int, activation: str | None) -> _Plan:
     pdl = (cut.strategy == "vector" or count <= kernels.EARLY) and runtime.properties(x.device).has_pdl
     down = _down(cut, m, w_down, b_down is not None, pdl)
     counters = down.grid[0] if down.split > 1 else 0
-    up = _up(cut, m, padded, w_up, activation, has_bias, gated, has_gate_bias, counters, pdl)
+    up = _up(cut, m, padded, w_up, activation, has_bias, gated, has_gate_bias, pdl)
     return _Plan(activation, shape, padded, up, down, counters)
 
 
@@ -284,7 +284,7 @@ def _wide(weight: torch.Tensor) -> bool:
 
 def _up(
     cut: kernels.Plan, m: int, columns: int, weight: torch.Tensor, activation: str | None, has_bias: bool = False,
-    gated: bool = False, has_gate_bias: bool = False, counters: int = 0, pdl: bool = False,
+    gated: bool = False, has_gate_bias: bool = False, pdl: bool = False,
 ) -> _Product:  # fmt: skip
     if cut.strategy == "packed":
         return _Product(activation)
@@ -292,7 +292,7 @@ def _up(
     blocks, is_vector = cut.up.kwargs, cut.strategy == "vector"
     constants = {
         "ACTIVATION": activation or "none", "HAS_BIAS": has_bias, "GATED": gated, "HAS_GATE_BIAS": has_gate_bias,
-        "ACC": tl_accumulator(weight.dtype), "SEMAPHORES": counters, "PDL": pdl, "num_warps": cut.up.num_warps,
+        "ACC": tl_accumulator(weight.dtype), "PDL": pdl, "num_warps": cut.up.num_warps,
     }  # fmt: skip
     if is_vector:
         if not _wide(weight):
@@ -370,8 +370,8 @@ def _gathered(
         *strided(bias, 1, x), *strided(gate, 2, x), *strided(gate_bias, 1, x),
         out, out.stride(0),
     )  # fmt: skip
-    numbers = (m, weight.shape[0], k, rows.shape[0], columns)
-    to_zero = rows if counters is None else counters
+    to_zero, semaphores = (rows, 0) if counters is None else (counters, counters.shape[0])
+    numbers = (m, weight.shape[0], k, rows.shape[0], columns, semaphores)
     if up.is_vector:
         up.launch(up.grid, *operands, to_zero, *numbers)
         return

@@ -50,7 +50,7 @@ def layer_norm_with_locks(
 
 
 @triton.jit
-def _layer_norm_bwd_locks_kernel(
+def _layer_norm_bwd_locks_kernel(  # type: ignore[no-untyped-def]
     x_ptr, stride_xm,  # (M, N) input, rows contiguous
     dy_ptr, stride_dym,  # (M, N) gradient of the output, rows contiguous
     w_ptr,  # (N,) weight, contiguous, if HAS_WEIGHT

@@ -1,8 +1,5 @@
 """Training with a sparse backward pass: data, schedulers, an optimizer, and the loop."""
 
-from typing import TYPE_CHECKING
-
-from kernelbook.moved import moved
 from kernelbook.train.chunks import (
     Layout,
     chunk_norms,
@@ -48,6 +45,3 @@ __all__ = [
     "train_ranks",
     "weight_features",
 ]
-
-if not TYPE_CHECKING:
-    __getattr__ = moved(__name__)

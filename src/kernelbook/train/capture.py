@@ -109,6 +109,8 @@ def _no_stashed_generator() -> Iterator[None]:
     dropout, has no effect there, and the gradients would be those of other numbers.
     """
 
+    # A profile function sees this thread only; in PyTorch's place, a function of ours would refuse other threads too. What it
+    # raises ends the call that it saw, and itself, as Python's documentation says.
     def look(frame: Any, event: str, _: Any) -> None:
         if event == "call" and frame.f_code is torch.cuda.get_rng_state.__code__:
             raise RuntimeError("the state of the generator cannot be set back in a graph, and random numbers are drawn")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from kernelbook import runtime
 from kernelbook.train.loop import CHOICES, CONFIGS, TrainConfig, Trainer
@@ -137,6 +138,10 @@ def train(given: argparse.Namespace) -> int:
 def _trainer(given: argparse.Namespace) -> Trainer:
     how: dict[str, Any] = {"out": given.out, "resume": given.resume, "progress": not given.quiet}
     if given.parallel is None:
+        if dist.is_torchelastic_launched():
+            raise ValueError(
+                "--parallel must be ddp or fsdp under torchrun, whose processes would each make this run, in one folder"
+            )
         return Trainer(_settings(given), **how)
     from kernelbook.train import parallel
 

@@ -157,6 +157,7 @@ def _top_chunks_kernel(
     tl.store(chosen_ptr + offs, chosen.to(tl.int32), mask=mask)
 
 
+# Hyperparameters are no constants: each step of a schedule would compile a kernel.
 @triton.jit(do_not_specialize=["A"])
 def _adamw_chunks_kernel(
     rows_ptr,  # (A * CHUNK,) if SPARSE: to which row each of the gradient belongs
@@ -165,9 +166,9 @@ def _adamw_chunks_kernel(
     counts_ptr,  # (chunks,) updates of each chunk, this one included
     lr_ptr, scale_ptr,  # (1,) learning rate; what the gradient is multiplied with
     rows, D, A,
-    BETA1: tl.constexpr, BETA2: tl.constexpr,
-    LOG2_BETA1: tl.constexpr, LOG2_BETA2: tl.constexpr,
-    EPS: tl.constexpr, WEIGHT_DECAY: tl.constexpr,
+    beta1, rest1, beta2, rest2,  # rest = 1 - beta, which would lose digits here
+    log2_beta1: tl.float64, log2_beta2: tl.float64,
+    eps, weight_decay,
     CHUNK: tl.constexpr, SPARSE: tl.constexpr, DECAY: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_A: tl.constexpr,
 ):  # fmt: skip
@@ -194,16 +195,16 @@ def _adamw_chunks_kernel(
     exp_avg = tl.load(exp_avg_ptr + offs, mask=mask, other=0.0)
     exp_avg_sq = tl.load(exp_avg_sq_ptr + offs, mask=mask, other=0.0)
     param = tl.load(param_ptr + offs, mask=mask, other=0.0)
-    exp_avg = BETA1 * exp_avg + (1.0 - BETA1) * grad
-    exp_avg_sq = BETA2 * exp_avg_sq + (1.0 - BETA2) * grad * grad
+    exp_avg = beta1 * exp_avg + rest1 * grad
+    exp_avg_sq = beta2 * exp_avg_sq + rest2 * grad * grad
     # In float64: in float32 1 - beta^count loses digits when beta is close to 1.
     inside = (chunk >= 0) & (chunk * CHUNK < rows)
     count = tl.load(counts_ptr + chunk, mask=inside, other=1.0).to(tl.float64)
-    correction1 = (1.0 - tl.exp2(count * LOG2_BETA1)).to(tl.float32)
-    correction2 = (1.0 - tl.exp2(count * LOG2_BETA2)).to(tl.float32)
+    correction1 = (1.0 - tl.exp2(count * log2_beta1)).to(tl.float32)
+    correction2 = (1.0 - tl.exp2(count * log2_beta2)).to(tl.float32)
     lr = tl.load(lr_ptr)
-    update = (exp_avg / correction1) / (tl.sqrt(exp_avg_sq / correction2) + EPS)
-    param = param * (1.0 - lr * WEIGHT_DECAY) - lr * update
+    update = (exp_avg / correction1) / (tl.sqrt(exp_avg_sq / correction2) + eps)
+    param = param * (1.0 - lr * weight_decay) - lr * update
     tl.store(param_ptr + offs, param, mask=mask)
     tl.store(exp_avg_ptr + offs, exp_avg, mask=mask)
     tl.store(exp_avg_sq_ptr + offs, exp_avg_sq, mask=mask)

@@ -207,6 +207,17 @@ def make_data(config: TrainConfig) -> Data:
     return TextData(config.corpus, encoding=config.encoding, vocab_size=config.vocab_size, **shape)
 
 
+@contextlib.contextmanager
+def _default_float32() -> Iterator[None]:
+    """Weights are float32 whatever the caller's default is: ``TrainConfig.dtype`` is that of products."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 class Trainer:
     """One run: ``Trainer(config, out=folder).run()``.
 
@@ -244,7 +255,7 @@ class Trainer:
             raise ValueError("Trainer: cuda_graph must be off where there is no GPU, got True")
         if progress and importlib.util.find_spec("tqdm") is None:
             raise ModuleNotFoundError(
-                "Trainer: progress must be False where tqdm is not installed (pip install 'kernelbook[train]'), got True",
+                "Trainer: tqdm, which draws the progress bar, must be installed: pip install 'kernelbook[train]'",
                 name="tqdm",
             )
         self.config, self.progress = config, progress
@@ -276,7 +287,7 @@ class Trainer:
         config, device = self.config, runtime.DEVICE
         # The caller's random numbers go on as if nothing had been drawn.
         devices = [torch.cuda.current_device()] if device.type == "cuda" else []
-        with torch.random.fork_rng(devices), device:  # the weights are drawn where they live
+        with torch.random.fork_rng(devices), device, _default_float32():  # the weights are drawn where they live
             torch.manual_seed(config.seed)
             self.model = GPT(config.model(self.data.vocab_size))
         self.layers = self.model.sparse_layers()
@@ -287,7 +298,10 @@ class Trainer:
         layout = Layout.of_fraction([layer.num_chunks for layer in self.layers.values()], config.active, device)
         options = {} if config.explore is None else {"explore": config.explore}
         self.scheduler = make_scheduler(config.scheduler, layout, seed=config.seed, **options)
-        self._lr, self._chunk_lr = torch.zeros((), device=device), torch.zeros((), device=device)
+        self._lr, self._chunk_lr = (
+            torch.zeros((), dtype=torch.float32, device=device),
+            torch.zeros((), dtype=torch.float32, device=device),
+        )
         of_chunks = [p for layer in self.layers.values() for p in (layer.weight, layer.bias) if p is not None]
         self._rest = list(self.model.parameters_but({id(p) for p in of_chunks}))
         adam: dict[str, Any] = {"betas": (config.beta1, config.beta2), "eps": config.eps}
@@ -303,10 +317,13 @@ class Trainer:
         self._rest_adam = torch.optim.AdamW(
             [group for group in groups if group["params"]], lr=self._lr, capturable=device.type == "cuda", **adam, **how
         )
-        self._norms = torch.zeros(self.scheduler.layout.total, device=device)
-        self._active_norms = torch.zeros(self.scheduler.layout.total_active, device=device)
+        self._norms = torch.zeros(self.scheduler.layout.total, dtype=torch.float32, device=device)
+        self._active_norms = torch.zeros_like(self._norms[: self.scheduler.layout.total_active])
         self._inputs, self._targets = (t.clone() for t in self.data.batch(0))
-        self._loss, self._grad_norm = torch.zeros((), device=device), torch.zeros((), device=device)
+        self._loss, self._grad_norm = (
+            torch.zeros((), dtype=torch.float32, device=device),
+            torch.zeros((), dtype=torch.float32, device=device),
+        )
         self._calls = CapturedCalls("Trainer", capture=config.cuda_graph)
 
     def _decays(self, parameter: torch.Tensor) -> bool:
@@ -409,7 +426,7 @@ class Trainer:
         """
         config = self.config
         end = config.steps if until is None else min(until, config.steps)
-        losses, norms = (torch.zeros(max(0, min(config.log_every, end)), device=runtime.DEVICE) for _ in range(2))
+        losses, norms = (self._loss.new_zeros(max(0, min(config.log_every, end))) for _ in range(2))
         with contextlib.ExitStack() as stack:
             stack.enter_context(_determinism(config.deterministic))
             bar: Any = None
@@ -590,7 +607,10 @@ def check_same_run(folder: Path, saved: Mapping[str, Any], config: TrainConfig, 
     for name, value in saved["config"].items():
         longer = name == "steps" and own["steps"] > value
         if name not in free and own.get(name) != value and not longer:
-            raise ValueError(f"Trainer: {name} must be that of the run in {folder} ({value!r}), got {own.get(name)!r}")
+            least = "at least " if name == "steps" else ""
+            raise ValueError(
+                f"Trainer: {name} must be {least}that of the run in {folder} ({value!r}), got {own.get(name)!r}"
+            )
     if saved["digest"] != digest:
         raise ValueError(f"Trainer: the corpus must be that of the run in {folder} ({saved['digest']}), got {digest}")
 

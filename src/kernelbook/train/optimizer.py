@@ -20,7 +20,7 @@ INACTIVE = ("skip", "decay")
 
 
 def _check_whole_chunks(rows: torch.Tensor, chunk: int) -> None:
-    """Raises unless ``rows`` are whole chunks, as they are not where the layer's chunks have another size."""
+    """Raises unless ``rows`` are whole chunks, as they are not where the layer's chunks have another size, and each once."""
     by_chunk = rows.view(-1, chunk)
     expected = by_chunk[:, :1] // chunk * chunk + torch.arange(chunk, device=rows.device)
     if not torch.equal(by_chunk, expected):
@@ -28,19 +28,25 @@ def _check_whole_chunks(rows: torch.Tensor, chunk: int) -> None:
             f"ChunkAdamW: a sparse gradient must have whole chunks of chunk_size ({chunk}) rows that start at its "
             f"multiples, got other rows; is it the layer's chunk_size?"
         )
+    if by_chunk[:, 0].unique().numel() != by_chunk.shape[0]:
+        raise ValueError("ChunkAdamW: a sparse gradient must have each row once with unique_rows=True, got some twice")
 
 
-def _launch(
-    beta1: float, beta2: float, eps: float, weight_decay: float, chunk: int, sparse: bool, decay: bool
-) -> Launch:
+def _launch(chunk: int, sparse: bool, decay: bool) -> Launch:
     config = kernels.ADAMW_CONFIG
     return launcher(
         kernels._adamw_chunks_kernel,
-        BETA1=beta1, BETA2=beta2, EPS=eps, WEIGHT_DECAY=weight_decay,
-        LOG2_BETA1=math.log2(beta1) if beta1 else -1e4, LOG2_BETA2=math.log2(beta2),
         CHUNK=chunk, SPARSE=sparse, DECAY=decay,
         **config.kwargs, BLOCK_A=kernels.BLOCK_A, num_warps=config.num_warps,
     )  # fmt: skip
+
+
+def _numbers(group: dict[str, Any]) -> tuple[float, ...]:
+    """The hyperparameters as the kernel takes them; floats all, so that a zero compiles no kernel of its own."""
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    log2_beta1 = math.log2(beta1) if beta1 else -1e4
+    rates = float(group["eps"]), float(group["weight_decay"])
+    return beta1, 1.0 - beta1, beta2, 1.0 - beta2, log2_beta1, math.log2(beta2), *rates
 
 
 class ChunkAdamW(torch.optim.Optimizer):
@@ -151,7 +157,7 @@ class ChunkAdamW(torch.optim.Optimizer):
             state["exp_avg"] = torch.zeros_like(param)
             state["exp_avg_sq"] = torch.zeros_like(param)
             # Updates of each chunk; float32 counts exactly to 16 million.
-            state["counts"] = torch.zeros(-(-param.shape[0] // chunk), device=param.device)
+            state["counts"] = torch.zeros(-(-param.shape[0] // chunk), dtype=torch.float32, device=param.device)
         return state
 
     def _update(self, param: torch.Tensor, group: dict[str, Any], scale: torch.Tensor | None) -> None:
@@ -184,16 +190,19 @@ class ChunkAdamW(torch.optim.Optimizer):
         if programs == 0 or d == 0:
             return
         lr = group["lr"]
-        lr = lr if isinstance(lr, torch.Tensor) else torch.full((1,), float(lr), device=param.device)
-        scale = torch.ones(1, device=param.device) if scale is None else scale
-        beta1, beta2 = group["betas"]
-        launch = _launch(beta1, beta2, group["eps"], group["weight_decay"], chunk, sparse, decay)
+        lr = (
+            lr
+            if isinstance(lr, torch.Tensor)
+            else torch.full((1,), float(lr), dtype=torch.float32, device=param.device)
+        )
+        scale = torch.ones(1, dtype=torch.float32, device=param.device) if scale is None else scale
+        launch = _launch(chunk, sparse, decay)
         launch(
             (programs, -(-chunk * d // kernels.ADAMW_CONFIG.kwargs["BLOCK"])),
             indices, values,
             param, state["exp_avg"], state["exp_avg_sq"],
             state["counts"],
             lr, scale,
-            rows, d, active,
+            rows, d, active, *_numbers(group),
         )  # fmt: skip
         written(param)

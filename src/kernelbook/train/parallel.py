@@ -93,7 +93,7 @@ class _ShardedChunkAdamW:
         self.state[parameter] = {
             "exp_avg": torch.zeros_like(parameter),
             "exp_avg_sq": torch.zeros_like(parameter),
-            "counts": torch.zeros(layer.num_chunks, device=parameter.device),
+            "counts": torch.zeros(layer.num_chunks, dtype=torch.float32, device=parameter.device),
         }
 
     @torch.no_grad()

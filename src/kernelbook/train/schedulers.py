@@ -46,8 +46,8 @@ def weight_features(
         rows, columns = weight.shape
         chunks = -(-rows // chunk_size)
         chance = generator("features", seed, number)
-        p = torch.randn(columns, dims, generator=chance).to(weight.device)
-        signs = torch.randint(0, 2, (chunk_size, dims), generator=chance).to(weight.device) * 2.0 - 1.0
+        p = torch.randn(columns, dims, dtype=torch.float32, generator=chance).to(weight.device)
+        signs = torch.randint(0, 2, (chunk_size, dims), generator=chance).to(p) * 2 - 1
         projected = weight.detach().float() @ p
         projected = torch.nn.functional.pad(projected, (0, 0, 0, chunks * chunk_size - rows))
         features = (projected.view(chunks, chunk_size, dims) * signs).sum(1)
@@ -202,7 +202,7 @@ class EmaTopkScheduler(Scheduler):
         if not 0 <= decay < 1:
             raise ValueError(f"Scheduler: decay must lie in [0, 1), got {decay!r}")
         self.decay = decay
-        self._mean = torch.full((layout.total,), float("inf"), device=layout.device)
+        self._mean = torch.full((layout.total,), float("inf"), dtype=torch.float32, device=layout.device)
         self._share_out()
 
     def _observe(self, places: torch.Tensor, norms: torch.Tensor) -> None:
@@ -239,10 +239,10 @@ class KnnScheduler(Scheduler):
             raise ValueError(f"Scheduler: k, window and dims must be at least 1, 0 and 1, got {k}, {window}, {dims}")
         self.k, self.window, self.dims = k, window, dims
         device, total = layout.device, layout.total
-        self._norms = torch.zeros(total, device=device)
+        self._norms = torch.zeros(total, dtype=torch.float32, device=device)
         self._seen = torch.full((total,), -1, dtype=torch.int32, device=device)
-        self._features = torch.zeros(dims, total, device=device)
-        self._scores = torch.empty(total, device=device)
+        self._features = torch.zeros(dims, total, dtype=torch.float32, device=device)
+        self._scores = torch.empty(total, dtype=torch.float32, device=device)
         self._share_out()
 
     def refresh(self, weights: Sequence[torch.Tensor], chunk_size: int) -> None:
@@ -272,7 +272,7 @@ class OracleScheduler(Scheduler):
 
     def __init__(self, layout: Layout, *, seed: int = 0, explore: float = 0.0) -> None:
         super().__init__(layout, seed=seed, explore=explore)
-        self._norms = torch.zeros(layout.total, device=layout.device)
+        self._norms = torch.zeros(layout.total, dtype=torch.float32, device=layout.device)
 
     def _observe(self, places: torch.Tensor, norms: torch.Tensor) -> None:
         self._norms.index_copy_(0, places, norms)

@@ -384,7 +384,15 @@ class CapturedStep:
 
     def _clipped(self, clip: float) -> torch.Tensor:
         """Clips as ``torch.nn.utils.clip_grad_norm_`` does, sparse gradients too; returns the norm before."""
-        grads = [p.grad._values() if p.grad.is_sparse else p.grad for p in self._trained() if p.grad is not None]
+        grads = []
+        for group in self.optimizer.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and p.grad.is_sparse:
+                    if not group.get("unique_rows"):  # a row that is there twice has one gradient, the sum
+                        p.grad = p.grad.coalesce()
+                    grads.append(p.grad._values())
+                elif p.grad is not None:
+                    grads.append(p.grad)
         norm = torch.nn.utils.get_total_norm(grads)
         torch._foreach_mul_(grads, (clip / (norm + 1e-6)).clamp(max=1.0))
         return norm

@@ -67,10 +67,10 @@ class PlantedTeacher:
         self.device = runtime.DEVICE if device is None else device
         chance = generator("teacher", seed)
         if families is None:
-            weight = torch.randn(chunks, chunk_size, d_in, generator=chance)
+            weight = torch.randn(chunks, chunk_size, d_in, dtype=torch.float32, generator=chance)
         else:
-            centres = torch.randn(families, 1, chunk_size, d_in, generator=chance)
-            own = torch.randn(families, chunks // families, chunk_size, d_in, generator=chance)
+            centres = torch.randn(families, 1, chunk_size, d_in, dtype=torch.float32, generator=chance)
+            own = torch.randn(families, chunks // families, chunk_size, d_in, dtype=torch.float32, generator=chance)
             weight = (centres + 0.2 * own).flatten(0, 1)
         # Families are not neighbours by number.
         self._order = torch.randperm(chunks, generator=chance)
@@ -96,11 +96,11 @@ class PlantedTeacher:
             chance = generator("shift", self.seed, phase)
             self._teacher = self.weight.clone()
             rows = self.planted_chunks(step)[:, None] * self.chunk_size + torch.arange(self.chunk_size)
-            shift = torch.randn(rows.numel(), self.d_in, generator=chance).to(self.device)
+            shift = torch.randn(rows.numel(), self.d_in, dtype=torch.float32, generator=chance).to(self.device)
             self._teacher[rows.flatten().to(self.device)] += shift
         chance = generator("inputs", self.seed, step)
-        x = torch.randn(self.batch, self.d_in, generator=chance).to(self.device)
-        noise = torch.randn(self.batch, self.weight.shape[0], generator=chance).to(self.device)
+        x = torch.randn(self.batch, self.d_in, dtype=torch.float32, generator=chance).to(self.device)
+        noise = torch.randn(self.batch, self.weight.shape[0], dtype=torch.float32, generator=chance).to(self.device)
         difference = x @ (self.weight - self._teacher).t() + self.noise * noise
         return x, difference / self.batch
 
@@ -209,10 +209,10 @@ class CopyData:
     def _recall(self, chance: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         pairs = self.context // 4
         shape = (self.batch_size, self.symbols)
-        keys = torch.rand(shape, generator=chance).argsort(1)[:, :pairs]
+        keys = torch.rand(shape, dtype=torch.float32, generator=chance).argsort(1)[:, :pairs]
         values = torch.randint(self.symbols, (self.batch_size, pairs), generator=chance)
         told = torch.stack([keys, values], 2).flatten(1)
-        order = torch.rand(keys.shape, generator=chance).argsort(1)
+        order = torch.rand(keys.shape, dtype=torch.float32, generator=chance).argsort(1)
         asked = torch.stack([keys.gather(1, order), values.gather(1, order)], 2).flatten(1)
         mark = torch.full((self.batch_size, 1), self.symbols)
         rows = torch.cat([told, mark, asked], 1)

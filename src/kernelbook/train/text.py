@@ -361,7 +361,9 @@ class TextData:
 
     def validation_batches(self, count: int) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
         """``count`` batches whose sequences are spread evenly over the validation part; always the same."""
-        starts = torch.linspace(0, len(self.validation) - self.context - 1, count * self.batch_size).long()
+        starts = torch.linspace(
+            0, len(self.validation) - self.context - 1, count * self.batch_size, dtype=torch.float32
+        ).long()
         for rows in starts.split(self.batch_size):
             yield self._windows(self.validation, rows)
 

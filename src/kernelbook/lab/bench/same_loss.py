@@ -267,6 +267,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--tiny", action="store_true", help="a model for the interpreter")
     given = parser.parse_args(arguments)
+    if runtime.DEVICE.type != "cuda" and not given.tiny:
+        parser.error("--tiny must be given where no GPU runs kernels")
     sizes = TINY if given.tiny else SIZES
     began = time.perf_counter()
     if given.base is not None and given.base.exists():

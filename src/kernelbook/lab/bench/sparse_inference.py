@@ -429,6 +429,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--predictor-steps", type=int, default=150, help="of training its predictors (default: 150)")
     parser.add_argument("--tiny", action="store_true", help="one small model, for the interpreter")
     given = parser.parse_args(arguments)
+    if runtime.DEVICE.type != "cuda" and not given.tiny:
+        parser.error("--tiny must be given where no GPU runs kernels")
     about = {"run": record.new_run(), **record.environment(record.package_version(*SOURCES))}
     common: dict[str, Any] = {"activation": "relu", "mode": "dense", "scheduler": "all", "checkpoint_every": 0}
     if given.tiny:

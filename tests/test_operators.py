@@ -1,0 +1,292 @@
+"""The spine: what one Op does for every operator, with operators of the tests that PyTorch computes."""
+
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+from kernelbook import operators, runtime
+from kernelbook.memory import empty
+from kernelbook.operators import Op
+
+
+@dataclasses.dataclass(frozen=True)
+class _Seen:
+    """What the operators of a test have been asked."""
+
+    checks: list[Any] = dataclasses.field(default_factory=list)
+    plans: list[Any] = dataclasses.field(default_factory=list)
+    runs: list[Any] = dataclasses.field(default_factory=list)
+
+
+def _check(x: Any, w: Any, ids: Any, factor: Any) -> None:
+    for name, tensor in (("x", x), ("w", w)):
+        if tensor is not None and not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"scaled: {name} must be a torch.Tensor, got {type(tensor).__name__}")
+
+
+def _outputs(x: torch.Tensor, w: Any, ids: Any, factor: float, record: bool) -> tuple[Any, Any]:
+    return empty(x.shape, x.dtype, x), empty(x.shape, x.dtype, x) if record else None
+
+
+@pytest.fixture(scope="module")
+def ops() -> tuple[Op, Op, _Seen]:
+    """y = factor * x * w, plus how many ids there are; and its gradient, which cannot be differentiated again."""
+    seen = _Seen()
+
+    def run(plan: Any, outputs: Any, x: torch.Tensor, w: Any, ids: Any, factor: float, record: bool) -> None:
+        y, scaled = outputs
+        seen.runs.append((plan, runtime.in_same_bits()))
+        y.copy_(factor * x * (1 if w is None else w) + (0 if ids is None else ids.numel()))
+        if scaled is not None:
+            scaled.copy_(factor * x)
+
+    def run_backward(
+        plan: Any, outputs: Any, dy: torch.Tensor, scaled: torch.Tensor, w: Any, factor: float, needs: Any
+    ) -> None:
+        seen.runs.append(("backward", runtime.in_same_bits(), torch.is_autocast_enabled(dy.device.type)))
+        for output, product in zip(
+            outputs, (lambda: factor * dy * (1 if w is None else w), lambda: dy * scaled), strict=True
+        ):
+            if output is not None:
+                output.copy_(product())
+
+    gradient = Op(
+        "test_scaled_backward(Tensor dy, Tensor scaled, Tensor? w, float factor, bool[] needs) -> (Tensor dx, Tensor dw)",
+        check=lambda *_: None,
+        outputs=lambda dy, scaled, w, factor, needs: tuple(empty(dy.shape, dy.dtype, dy) if need else None for need in needs),
+        plan=lambda *args: args[3:],
+        run=run_backward,
+        results=2,
+    )  # fmt: skip
+
+    def backward(call: Any, dy: torch.Tensor) -> Any:
+        scaled, w = call.saved
+        needs = [dtype is not None for dtype in call.wanted[:2]]
+        return gradient(dy, scaled, w, call.factor, needs)
+
+    def check(*args: Any) -> None:
+        seen.checks.append(args)
+        _check(*args)
+
+    scaled = Op(
+        "test_scaled(Tensor x, Tensor? w, Tensor? ids, float factor, bool record) -> (Tensor y, Tensor scaled)",
+        check=check,
+        outputs=_outputs,
+        plan=lambda *args: seen.plans.append(args[3:]) or (None if args[0].numel() == 0 else args[3:]),
+        run=run,
+        saves=("scaled", "w"),
+        keeps=("ids",),
+        autocast=("x", "w"),
+        backward=backward,
+    )
+    return scaled, gradient, seen
+
+
+@pytest.fixture
+def scaled(ops: tuple[Op, Op, _Seen]) -> Iterator[tuple[Op, _Seen]]:
+    op, _, seen = ops
+    operators.forget_plans()
+    for found in (seen.checks, seen.plans, seen.runs):
+        found.clear()
+    yield op, seen
+    operators.forget_plans()
+
+
+def _leaves(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x, w = (torch.randn(shape, device=runtime.DEVICE, requires_grad=True) for _ in range(2))
+    return x, w
+
+
+def test_a_plan_is_made_once_and_checks_run_where_it_is_made(scaled: tuple[Op, _Seen]) -> None:
+    op, seen = scaled
+    x, w = _leaves(3, 4)
+    for _ in range(3):
+        assert torch.equal(op(x.detach(), w.detach(), None, 2.0), 2 * x * w)
+    assert seen.plans == [(2.0, False)] and len(seen.checks) == 1
+    op(x, w, None, 2.0)
+    assert seen.plans[1:] == [(2.0, True)]
+    with pytest.raises(TypeError, match=r"scaled: w must be a torch\.Tensor, got str"):
+        op(x, "w", None, 2.0)
+
+
+@pytest.mark.parametrize(
+    "other",
+    (
+        lambda x: (x[:2], 2.0), lambda x: (x.t().contiguous().t(), 2.0), lambda x: (x.double(), 2.0), lambda x: (x, 3.0),
+        lambda x: (torch.cat((x.reshape(-1)[:1], x.reshape(-1)))[1:].view(x.shape), 2.0),
+    ),
+    ids=("shape", "strides", "dtype", "number", "alignment"),
+)  # fmt: skip
+def test_what_a_plan_may_depend_on_is_in_its_key(scaled: tuple[Op, _Seen], other: Callable[..., Any]) -> None:
+    op, seen = scaled
+    x = torch.randn(3, 4, device=runtime.DEVICE)
+    op(x, None, None, 2.0)
+    changed, factor = other(x)
+    assert torch.equal(op(changed, None, None, factor), factor * changed)
+    assert len(seen.plans) == 2
+    with runtime.same_bits():
+        op(x, None, None, 2.0)
+    assert len(seen.plans) == 3
+
+
+def test_the_cache_is_bounded_and_threads_share_it(scaled: tuple[Op, _Seen], monkeypatch: pytest.MonkeyPatch) -> None:
+    op, _ = scaled
+    monkeypatch.setattr(operators, "MOST_PLANS", 4)
+    start = threading.Barrier(4)
+
+    def calls(offset: int) -> bool:
+        start.wait()
+        factors = [float(offset + i) for i in range(50)]
+        x = torch.ones(2, device=runtime.DEVICE)
+        return all(torch.equal(op(x, None, None, f), f * x) for f in factors)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(calls, range(4)))
+    assert len(operators._plans) <= 4
+
+
+def test_gradients_in_the_mode_of_the_forward_pass(scaled: tuple[Op, _Seen]) -> None:
+    op, seen = scaled
+    x, w = _leaves(3, 4)
+    with runtime.same_bits():
+        y = op(x, w, None, 2.0)
+    dx, dw = torch.autograd.grad(y, (x, w), torch.ones_like(y))
+    assert torch.equal(dx, 2 * w) and torch.equal(dw, 2 * x)
+    assert seen.runs[-1] == ("backward", True, False)
+    with torch.autocast(runtime.DEVICE.type, dtype=torch.bfloat16):
+        y = op(x, w, None, 2.0)
+        assert y.dtype == torch.bfloat16 and op(x.double(), None, None, 2.0).dtype == torch.float64
+        dx, dw = torch.autograd.grad(y.sum(), (x, w))
+    assert dx.dtype == dw.dtype == torch.float32
+    assert seen.runs[-1] == ("backward", False, False)
+
+
+@pytest.mark.parametrize(
+    "way", ("plain", "profiler", "compiled", "checkpoint", "reentrant", "save_on_cpu", "hooks", "twice")
+)
+def test_gradients_whoever_watches(scaled: tuple[Op, _Seen], way: str) -> None:
+    op, _ = scaled
+    x, w = _leaves(3, 4)
+    ids = torch.arange(5, device=runtime.DEVICE)
+
+    def call(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = op(x * 1, w, ids, 2.0)
+        return y
+
+    if way == "profiler":
+        with torch.profiler.profile():
+            y = call(x, w)
+    elif way == "compiled":
+        torch.compiler.reset()
+        y = torch.compile(call, fullgraph=True, backend="aot_eager")(x, w)
+    elif way in ("checkpoint", "reentrant"):
+        y = checkpoint(call, x, w, use_reentrant=way == "reentrant")
+    elif way == "save_on_cpu":
+        with torch.autograd.graph.save_on_cpu():
+            y = call(x, w)
+    elif way == "hooks":
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: (t.clone(),), lambda packed: packed[0]):
+            y = call(x, w)
+    else:
+        y = call(x, w)
+    assert torch.equal(y, 2 * x * w + 5)
+    for _ in range(2 if way == "twice" else 1):
+        x.grad = w.grad = None
+        y.backward(torch.ones_like(y), retain_graph=way == "twice")
+        assert torch.equal(x.grad, 2 * w) and torch.equal(w.grad, 2 * x)
+    if way == "plain":
+        batch = torch.stack((torch.ones_like(y), 3 * torch.ones_like(y)))
+        [dx] = torch.autograd.grad(call(x, w), [x], batch, is_grads_batched=True)
+        assert torch.equal(dx, torch.stack((2 * w, 6 * w)))
+
+
+def test_only_what_is_wanted_is_computed(scaled: tuple[Op, _Seen]) -> None:
+    op, _ = scaled
+    x, w = _leaves(3, 4)
+    y = op(x, w.detach(), None, 2.0)
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], 2 * w)
+    y, z = op(x, w, None, 2.0), x * 2
+    assert torch.autograd.grad(z.sum(), (x, w), allow_unused=True)[1] is None
+    assert y.requires_grad and not op(x.detach(), None, None, 2.0).requires_grad
+
+
+@pytest.mark.parametrize("changed", ("w", "ids"))
+def test_what_a_gradient_needs_may_not_change(scaled: tuple[Op, _Seen], changed: str) -> None:
+    op, _ = scaled
+    x, w = _leaves(3, 4)
+    tensors = {"w": w * 1, "ids": torch.arange(5, device=runtime.DEVICE)}
+    y = op(x, tensors["w"], tensors["ids"], 2.0)
+    tensors[changed] += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_second_derivatives_are_refused(scaled: tuple[Op, _Seen]) -> None:
+    op, _ = scaled
+    x, w = _leaves(3, 4)
+    [dx] = torch.autograd.grad(op(x, w, None, 2.0).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="kernelbook::test_scaled_backward cannot be differentiated"):
+        dx.sum().backward()
+
+
+def test_tensors_without_numbers(scaled: tuple[Op, _Seen]) -> None:
+    op, seen = scaled
+    x, _ = _leaves(3, 4)
+    assert op(x.to("meta"), None, None, 2.0).shape == (3, 4)
+    with FakeTensorMode() as mode:
+        assert op(mode.from_tensor(torch.randn(3, 4)), None, None, 2.0).shape == (3, 4)
+    assert not seen.runs
+    y = op(torch.empty(0, 4, device=runtime.DEVICE), None, None, 2.0)
+    assert y.shape == (0, 4) and not seen.runs  # plan said that there is nothing to compute
+    assert torch.equal(op(torch._neg_view(x.detach()), None, None, 2.0), -2 * x)
+
+
+def test_an_operator_is_one_of_pytorchs(ops: tuple[Op, Op, _Seen]) -> None:
+    scaled, gradient, _ = ops
+    x, w = _leaves(3, 4)
+    torch.library.opcheck(scaled.operator, (x, w, None, 3.0, True, ""))
+    torch.library.opcheck(gradient.operator, (x.detach(), x.detach(), w.detach(), 3.0, [True, True], ""))
+
+
+def test_what_is_written_in_place_has_a_new_version() -> None:
+    def run(plan: Any, outputs: Any, into: torch.Tensor, x: torch.Tensor) -> None:
+        into.data.copy_(x)
+
+    op = Op(
+        "test_written(Tensor(a!) into, Tensor x) -> ()",
+        check=lambda *_: None, outputs=lambda *_: (), plan=lambda *_: 1, run=run, results=0,
+    )  # fmt: skip
+    into, x = torch.zeros(3, device=runtime.DEVICE), torch.ones(3, device=runtime.DEVICE)
+    for watch in (False, True):
+        y = (torch.ones(3, device=runtime.DEVICE, requires_grad=True) * into).sum()
+        with torch.profiler.profile() if watch else torch.no_grad():
+            op(into, x)
+        assert torch.equal(into, x)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.backward()
+
+
+def test_deterministic_memory_is_filled(scaled: tuple[Op, _Seen]) -> None:
+    op, _ = scaled
+    before = torch.are_deterministic_algorithms_enabled()
+    x = torch.ones(2, device=runtime.DEVICE)
+    op(x, None, None, 2.0)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert op.outputs(x, None, None, 2.0, False)[0].isnan().all()
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def test_the_compiler_is_refused_in_batch_invariant_mode(scaled: tuple[Op, _Seen]) -> None:
+    op, _ = scaled
+    torch.compiler.reset()
+    with runtime.same_bits(), pytest.raises(Exception, match=r"torch.compile must be off within same_bits\(\)"):
+        torch.compile(lambda x: op(x, None, None, 2.0), backend="eager")(torch.ones(3, device=runtime.DEVICE))
