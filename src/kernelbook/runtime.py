@@ -285,7 +285,7 @@ class DeviceProperties:
     warp_size: int = 32
     same_bits: bool = False  # what a rule chooses may depend on no number of rows, of tokens or of keys
 
-    @functools.cached_property
+    @property
     def capability(self) -> int:
         """An NVIDIA GPU's compute capability, 90 for 9.0; 0 of others and of the interpreter."""
         return int(self.arch[3:].rstrip("a")) if self.arch.startswith("sm_") else 0
