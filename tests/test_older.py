@@ -69,7 +69,7 @@ def test_what_makes_a_row_older_and_what_does_not(tmp_path):
         "sparse_linear/kernels.py": ("acc += ", "acc += 2 * "),
     }  # fmt: skip
     arithmetic_and_thresholds = {
-        "layer_norm/kernels.py": (
+        "study/layer_norm.py": (
             "tl.store(buffer_dw_ptr + offs, dw",
             "tl.store(buffer_dw_ptr + offs, 2 * dw",
         ),  # with locks
@@ -208,7 +208,6 @@ def test_a_row_of_these_sources_is_not_listed(recorded):
         ({"launches": "launches 1"}, "launches"),
         ({"launches": ""}, "launches"),
         ({"launches": "launches 2", "host": "0"}, "host"),
-        ({"launches": older.OWN_PLANS}, older.NOT_DATED),
     ],
 )
 def test_a_row_is_older_by_its_launches_or_else_by_its_host(recorded, dated, column):
