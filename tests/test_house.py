@@ -231,6 +231,14 @@ def test_kernels_live_in_rooms_in_the_modules_in_the_training_loop_and_between_r
             }, path
 
 
+def test_what_every_operator_needs_stands_in_the_spine_alone() -> None:
+    names = ("KeptPlans", "operator(", "composite(", "autograd.Function", "torch.library", "register_fake", "_plans =")
+    rooms = [path for room in (*ROOMS, "packed", "study") for path in (SRC / room).glob("*.py")]
+    found = [(path.name, name) for path in rooms for name in names if name in path.read_text()]
+    # The reference masks gradients, in plain PyTorch.
+    assert found == [("reference.py", "autograd.Function")]
+
+
 def test_rooms_have_four_doors_and_one_stem() -> None:
     chapters = (ROOT / "_toc.yml").read_text()
     assert {path.parent.name for path in SRC.glob("*/reference.py")} == set(ROOMS)
