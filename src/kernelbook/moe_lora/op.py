@@ -166,13 +166,11 @@ class Call(NamedTuple):
         return empty((self.expert_ids.numel(), kernels.padded_rank(self.lora_a.shape[1])), self.x.dtype, self.x)
 
 
-TENSORS = (
-    "Tensor x, Tensor? w, Tensor? lora_a, Tensor? lora_b, Tensor? bias, Tensor? gates, Tensor expert_ids, Tensor lists, "
-    "Tensor? packed, Tensor? absmax, Tensor? code, Tensor? nested_absmax, Tensor? nested_code, Tensor? nested_offset"
-)
 ARGUMENTS = (
-    f"{TENSORS}, str function, SymInt experts, SymInt[] shape, int block_size, bool transposed, float scaling, "
-    "str strategy, bool grouped_in, bool grouped_out"
+    "Tensor x, Tensor? w, Tensor? lora_a, Tensor? lora_b, Tensor? bias, Tensor? gates, Tensor expert_ids, Tensor lists, "
+    "Tensor? packed, Tensor? absmax, Tensor? code, Tensor? nested_absmax, Tensor? nested_code, Tensor? nested_offset, "
+    "str function, SymInt experts, SymInt[] shape, int block_size, bool transposed, float scaling, str strategy, "
+    "bool grouped_in, bool grouped_out"
 )
 DIFFERENTIABLE = 6  # the first of the tensors
 
@@ -182,6 +180,7 @@ def call_of(
     gates: Any = None, scaling: float = 1.0, strategy: str = "auto", grouped_in: bool = False,
     grouped_out: bool = False, transposed: bool = False,
 ) -> Call:  # fmt: skip
+    """Put a public function's arguments together as the operator takes them."""
     if not isinstance(routing, Routing):
         raise TypeError(f"{function}: routing must be a Routing, as route() returns it, got {type(routing).__name__}")
     parts: tuple[Any, Any, Any, Any, Any, Any] = (None, None, None, None, None, None)
@@ -270,8 +269,7 @@ def _outputs(*args: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class _ForwardPlan:
     gemm: GemmPlan
-    per_slot: tuple[int, int] | None  # with gates, the shape of what is summed
-    combine: Step | None
+    combine: Step | None  # with gates
 
 
 def _plan(*args: Any) -> _ForwardPlan | None:
@@ -285,14 +283,14 @@ def _plan(*args: Any) -> _ForwardPlan | None:
         call.strategy,
     )  # fmt: skip
     combine = grouped.combine_step(routing.rows, routing.slots, n, x.dtype, has_gates=True) if gated else None
-    return _ForwardPlan(gemm, (routing.rows, n) if gated else None, combine)
+    return _ForwardPlan(gemm, combine)
 
 
 def _run(plan: _ForwardPlan, outputs: tuple[torch.Tensor, torch.Tensor | None], *args: Any) -> None:
     (y, u), call = outputs, Call(*args[:-1])
     a, b = call.lora_a, call.lora_b
     lora = None if a is None or b is None else Lora(a, b, u, call.scaling)
-    routed = y if plan.per_slot is None else empty(plan.per_slot, call.x.dtype, call.x)
+    routed = y if plan.combine is None else empty((call.expert_ids.numel(), call.columns), call.x.dtype, call.x)
     grouped.gemm(plan.gemm, call.routing, call.x, call.weight, lora, call.bias, routed)
     if plan.combine is not None:
         grouped.combine(plan.combine, routed, y, call.gates)
@@ -320,7 +318,7 @@ def _outputs_backward(dy: torch.Tensor, u: Any, *args: Any) -> tuple[torch.Tenso
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class _BackwardPlan:
-    """``None``: it is not wanted."""
+    """Each step is ``None`` where nothing of it is wanted."""
 
     gemm: GemmPlan | None  # dY W^T + D A
     combine: Step | None  # where dX is a sum of its rows, or the gradient of the gates is wanted
