@@ -155,6 +155,8 @@ class Op:
         keeps: names of arguments without a gradient (ids, packed weights) that it reads too: no saved-tensor hook sees them,
             and activation checkpoints need not store them.
         autocast: names of arguments that autocast lowers.
+        kind: from the arguments a smaller key, under which calls of several shapes share a plan, and their checks with it, or
+            ``None``. A cache that grows by a token in each call is the case that it is for.
         backward: ``backward(call, *gradients)`` returns the gradients of the tensor arguments, or of the first of them.
             ``call.saved`` and ``call.kept`` are tuples in the order of the names; ``call.wanted`` has for each tensor argument the
             dtype of its gradient, ``None`` where none is wanted; plain arguments are attributes. Without ``backward``, to
@@ -173,10 +175,11 @@ class Op:
         saves: Sequence[str] = (),
         keeps: Sequence[str] = (),
         autocast: Sequence[str] = (),
+        kind: Callable[..., tuple[Any, ...] | None] = lambda *_: None,
         backward: Callable[..., Sequence[Any]] | None = None,
     ) -> None:
         self.check, self.outputs, self.plan, self.run, self.backward = check, outputs, plan, run, backward
-        self.results, self.autocast = results, tuple(autocast)
+        self.results, self.kind = results, kind
         parsed = torch._C.parse_schema(f"{NAMESPACE}::{schema}")
         self.name, parameters = parsed.name, parsed.arguments
         names = [parameter.name for parameter in parameters]
@@ -220,8 +223,14 @@ class Op:
         return outputs[0] if self.results == 1 else outputs[: self.results]
 
     def _new_plan(self, key: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
-        self.check(*self._given(args))
-        plan = self.plan(*args)
+        kind = self.kind(*args)
+        shared = None if kind is None else (self.name, kind, *key[-2:])
+        plan = _plans.get(shared, _NO_PLAN)
+        if plan is _NO_PLAN:
+            self.check(*self._given(args))
+            plan = self.plan(*args)
+            if shared is not None:
+                _keep_plan(shared, plan)
         _keep_plan(key, plan)
         return plan
 

@@ -262,6 +262,21 @@ def _plan(
     return forward_plan(p, scale, gluon, record, q, k, v)
 
 
+def _kind(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Any, sinks: Any, causal: bool, scale: Any, window: Any, softcap: Any,
+    gluon: bool, record: bool,
+) -> tuple[Any, ...] | None:  # fmt: skip
+    """What a plan for few queries depends on: of the number of keys how many blocks of 64 they are, so that a cache grows."""
+    if not (q.ndim == k.ndim == 4 and k.shape == v.shape and q.shape[2] <= kernels_decode.MAX_QUERIES):
+        return None
+    (b, h_kv, s, d), tensors = k.shape, (q, k, v, lengths, sinks)
+    kinds = [None if t is None else (t.dtype, t.device, t.data_ptr() % 16) for t in tensors]
+    others = [None if t is None else (t.shape, t.stride()) for t in (q, lengths, sinks)]
+    seen = window is None or window >= s
+    numbers = causal, scale, window, seen, softcap, gluon, record
+    return b, h_kv, cdiv(s, 64), d, is_readable(k), is_readable(v), *kinds, *others, *numbers
+
+
 def _run(
     plan: ForwardPlan, outputs: tuple[Any, Any], q: Tensor, k: Tensor, v: Tensor, lengths: Any, sinks: Any, *_: Any
 ) -> None:
@@ -289,5 +304,6 @@ _attention = Op(
     saves=("q", "k", "v", "o", "lse", "sinks"),
     keeps=("lengths",),
     autocast=("q", "k", "v"),
+    kind=_kind,
     backward=_gradients,
 )
