@@ -302,7 +302,7 @@ class AutotunedLaunch(Launch):
 MAX_WARPS = 32  # 1,024 threads a program
 
 
-def launcher(kernel: Any, /, *, repeatable: bool = False, **constants: Any) -> Launch:
+def launcher(kernel: Any, /, *, repeatable: Any = False, **constants: Any) -> Launch:
     """The one :class:`Launch` of a kernel with these constants, so that plans that agree in them share what it keeps.
 
     Within ``runtime.same_bits`` no multiplication is fused with an addition: which ones are is the compiler's to say, and two
