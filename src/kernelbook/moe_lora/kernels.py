@@ -37,7 +37,6 @@ import triton.language as tl
 
 # Tiles are listed by ``route`` for each of these heights. The last one is for packed matrices alone.
 HEIGHTS = products.HEIGHTS
-ROWS_HEIGHTS = HEIGHTS[:-1]
 
 # --- routing --------------------------------------------------------------------------------------------------------
 
