@@ -224,13 +224,12 @@ class Op:
 
     def _new_plan(self, key: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
         kind = self.kind(*args)
-        shared = None if kind is None else (self.name, kind, *key[-2:])
+        shared = key if kind is None else (self.name, kind, *key[-2:])
         plan = _plans.get(shared, _NO_PLAN)
         if plan is _NO_PLAN:
             self.check(*self._given(args))
             plan = self.plan(*args)
-            if shared is not None:
-                _keep_plan(shared, plan)
+            _keep_plan(shared, plan)
         _keep_plan(key, plan)
         return plan
 

@@ -197,7 +197,7 @@ def check(x: torch.Tensor, residual: Any, weight: Any, bias: Any, eps: float, dt
     arguments.check_same_device(op, x=x, weight=weight, bias=bias, residual=residual)
 
 
-def _outputs(
+def outputs_of(
     x: torch.Tensor, residual: Any, weight: Any, bias: Any, eps: float, dtype: torch.dtype, has_mean: bool, record: bool
 ) -> tuple[torch.Tensor, Any, Any]:
     """-> y, with a residual x + residual, and for the backward pass mean and rstd (2, M), or rstd (1, M)."""
@@ -220,7 +220,7 @@ class _ForwardPlan:
     grid: tuple[int]
 
 
-def _plan(
+def plan(
     x: torch.Tensor, residual: Any, weight: Any, bias: Any, eps: float, dtype: torch.dtype, has_mean: bool, record: bool
 ) -> _ForwardPlan | None:
     if x.numel() == 0:
@@ -240,7 +240,7 @@ def _plan(
     return _ForwardPlan(m, n, readable, row_stride(x), row_stride(residual), launch, grid)
 
 
-def _run(
+def run(
     plan: _ForwardPlan, outputs: tuple[Any, ...], x: torch.Tensor, residual: Any, weight: Any, bias: Any, *_: Any
 ) -> None:
     if not plan.readable:
@@ -358,16 +358,23 @@ _norm_backward = Op(
     results=3,
 )
 ARGUMENTS = "Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, ScalarType out_dtype, bool has_mean, bool record"
-FORWARD: dict[str, Any] = {"check": check, "outputs": _outputs, "plan": _plan, "run": _run, "backward": _gradients}
 _norm = Op(
     f"norm({ARGUMENTS}) -> (Tensor y, Tensor total, Tensor statistics)",
+    check=check,
+    outputs=outputs_of,
+    plan=plan,
+    run=run,
     results=2,
     saves=("x", "weight", "statistics"),
-    **FORWARD,
+    backward=_gradients,
 )
 _norm_of_sum = Op(
     f"norm_of_sum({ARGUMENTS}) -> (Tensor y, Tensor total, Tensor statistics)",
+    check=check,
+    outputs=outputs_of,
+    plan=plan,
+    run=run,
     results=2,
     saves=("total", "weight", "statistics"),
-    **FORWARD,
+    backward=_gradients,
 )

@@ -179,5 +179,9 @@ _norm_with_locks = Op(
     f"norm_with_locks({op.ARGUMENTS}) -> (Tensor y, Tensor total, Tensor statistics)",
     results=2,
     saves=("x", "weight", "statistics"),
-    **{**op.FORWARD, "check": _check, "backward": _gradients},
+    check=_check,
+    outputs=op.outputs_of,
+    plan=op.plan,
+    run=op.run,
+    backward=_gradients,
 )
