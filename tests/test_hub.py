@@ -97,7 +97,7 @@ def test_a_namespace_that_is_not_replaced_is_an_error(source: str) -> None:
 
 def test_a_pattern_that_no_source_has_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     build_hub = program("build_hub")
-    monkeypatch.setitem(build_hub.NAMESPACES, "torch.ops.elsewhere", "ops")
+    monkeypatch.setattr(build_hub, "NAMESPACE", ("torch.ops.elsewhere", "ops"))
     with pytest.raises(ValueError, match=r"no source has 'torch\.ops\.elsewhere'"):
         build_hub.sources()
     with pytest.raises(ValueError, match=r"__init__\.py must have '__all__ = \[' once, got it 0 times"):

@@ -19,13 +19,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "kernelbook"
 # The laboratory, training and other libraries stay at home, and so do the modules that need them.
-AT_HOME = {"lab", "check", "__main__", "train", "interop", "distributed", "gpt", "swap"}
+AT_HOME = {"lab", "study", "check", "__main__", "train", "interop", "distributed", "gpt", "swap"}
 ADDED = ("layers.py", "transformers_attention.py")  # of hub/, to the package
-# What names the namespace of operators in our sources, and what takes its place; each has to stand somewhere.
-NAMESPACES = {
-    f"torch.ops.{PACKAGE}": "ops",
-    f'NAMESPACE = "{PACKAGE}"': 'NAMESPACE = add_op_namespace_prefix("").removesuffix("::")',
-}
+# The one line that names the namespace of operators in our sources, and what takes its place.
+NAMESPACE = f'NAMESPACE = "{PACKAGE}"', 'NAMESPACE = add_op_namespace_prefix("").removesuffix("::")'
 CAPABILITIES = ["8.0", "8.6", "8.9", "9.0", "10.0", "12.0"]
 
 OPS = '''"""The namespace of this build's operators."""
@@ -88,10 +85,8 @@ def relative_imports(source: str, path: Path) -> str:
 
 def own_namespace(source: str, path: Path) -> str:
     """``source`` with operators in the build's namespace instead of the package's; raises where that is named otherwise."""
-    prefix = f"from {'.' * len(path.parts)}_ops import add_op_namespace_prefix, ops\n"
-    named = source
-    for old, new in NAMESPACES.items():
-        named = named.replace(old, new)
+    prefix = f"from {'.' * len(path.parts)}_ops import add_op_namespace_prefix\n"
+    named = source.replace(*NAMESPACE)
     for node in ast.walk(ast.parse(named)):
         text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
         spelled = isinstance(node, ast.Attribute) and ast.unparse(node) == f"torch.ops.{PACKAGE}"
@@ -132,11 +127,10 @@ def sources() -> dict[Path, str]:
     top = replaced(found[Path("__init__.py")], "\n__version__ =", f"{public}\n__version__ =", "__init__.py")
     names = '__all__ = [\n    "attention_forward",\n    "layers",\n'
     found[Path("__init__.py")] = replaced(top, "__all__ = [\n", names, "__init__.py")
-    for name in NAMESPACES:
-        if not any(name in text for text in found.values()):
-            raise ValueError(
-                f"build_hub: no source has {name!r}, so operators would stay in the package's own namespace"
-            )
+    if not any(NAMESPACE[0] in text for text in found.values()):
+        raise ValueError(
+            f"build_hub: no source has {NAMESPACE[0]!r}, so operators would stay in the package's own namespace"
+        )
     for place, text in found.items():
         if place.suffix == ".py":
             text = without_home(text) if place.name == "__init__.py" else text
