@@ -178,8 +178,9 @@ def _memory_of_the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
             lock = stack.enter_context(open(f"{tempfile.gettempdir()}/{name}", "w"))
             fcntl.flock(lock, fcntl.LOCK_EX)
         torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()  # which earlier tests have left
         yield
-        peak = torch.cuda.max_memory_allocated()
+        peak = torch.cuda.max_memory_allocated() - before
         if torch.cuda.memory_reserved() > LARGE // 16:
             gc.collect()
             torch.cuda.empty_cache()

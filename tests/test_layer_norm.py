@@ -363,6 +363,8 @@ def test_locks_are_refused_where_bits_are_promised() -> None:
 )
 @pytest.mark.parametrize("norm", NORMS)
 def test_real_sizes(n: int, dtype: torch.dtype, norm: Any) -> None:
+    if norm is layer_norm_with_locks and n > 2**15:
+        pytest.skip("a row must fit into a tile")
     rows = 3001 if n < 5000 else 401  # within 4 GiB, beside others on a GPU
     _check(randn(rows, n, dtype=dtype), randn(n, dtype=dtype), randn(n, dtype=dtype), norm)
 
