@@ -158,7 +158,7 @@ def test_messages_annotations_and_names_are_no_part_of_a_hosts_path():
 
 def test_the_hosts_path_has_no_other_room_and_no_laboratory():
     names = {str(path.relative_to(SOURCES)) for path in dates.library_files(bench.bench("layer_norm").library)}
-    assert {"layer_norm/op.py", "launch.py", "observed.py", "memory.py", "arguments.py"} <= names
+    assert {"layer_norm/op.py", "launch.py", "operators.py", "memory.py", "arguments.py"} <= names
     assert not any(name.startswith(("lab/", "attention/", "moe_lora/")) or "kernels" in name for name in names)
 
 
