@@ -101,7 +101,7 @@ def part_of_plans(function: Function) -> Function:
 
 def _keep_plan(key: tuple[Any, ...], plan: Any) -> None:
     with _plans_lock:
-        if len(_plans) >= MOST_PLANS:
+        if key not in _plans and len(_plans) >= MOST_PLANS:
             del _plans[next(iter(_plans))]
         _plans[key] = plan
 
