@@ -39,7 +39,10 @@ def moe_lora_recomputed(
     """Multiply as :func:`kernelbook.moe_lora` does; nothing of rank columns is kept for the backward pass.
 
     Args:
-        x: (T, K). w: (E, K, N), dense. lora_a: (E, r, K). lora_b: (E, N, r). All of one dtype, any strides.
+        x: (T, K), any strides.
+        w: (E, K, N), dense, in the dtype of ``x``, any strides.
+        lora_a: (E, r, K), likewise.
+        lora_b: (E, N, r), likewise.
         routing, scaling: as in ``moe_lora``.
 
     Returns:
