@@ -62,7 +62,9 @@ def _given(case: Promise, dtype: torch.dtype = torch.float32) -> Given:
     """Arguments in a dtype; those that have gradients want one."""
     given = case.given()
     floats = {n: v for n, v in given.items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
-    given |= {name: value.to(dtype).requires_grad_(case.grads is None) for name, value in floats.items()}
+    given |= {
+        name: value.to(dtype).requires_grad_(case.grads is None or name in case.grads) for name, value in floats.items()
+    }
     takes_dtype = "dtype" in inspect.signature(case.function).parameters
     return given | ({"dtype": dtype} if takes_dtype else {})
 
@@ -83,7 +85,7 @@ def _compiles(case: Promise) -> None:
     given = _given(case)
     tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
     results = torch.compile(lambda **t: case.call(given | t), fullgraph=True, backend=backend)(**tensors)
-    if case.grads is None:
+    if case.grads != ():
         _gradients(results, given)
 
 
@@ -178,7 +180,7 @@ def row(name: str, case: Promise) -> dict[str, str]:
         "of gradients": lambda: _second_order(case),
         "forward mode": lambda: _forward_mode(case),
     }
-    line |= {what: _outcome(attempt) if case.grads is None else NO for what, attempt in attempts.items()}
+    line |= {what: _outcome(attempt) if case.grads != () else NO for what, attempt in attempts.items()}
     line["launches"] = _launches(case)
     line["CUDA graph"] = _tested(name, "graph")
     line["same bits"] = _tested(name, "reproducible|bitwise|deterministic|same_bits")

@@ -30,7 +30,7 @@ from torch.compiler import is_dynamo_compiling
 
 from kernelbook import arguments, runtime
 from kernelbook.memory import PLAIN, empty
-from kernelbook.tensors import allows_tf32, check_versions, with_versions
+from kernelbook.tensors import check_versions, fp32_precision, with_versions
 
 __all__ = ["NAMESPACE", "Op", "forget_plans", "needs_dispatcher", "part_of_plans"]
 
@@ -126,9 +126,16 @@ def _key_function(name: str, parameters: Sequence[Any]) -> Callable[..., tuple[A
             else f"tuple({arg})" if kind.startswith("List") else arg
         )  # fmt: skip
     names = ", ".join(parameter.name for parameter in parameters)
-    # Names that no argument has.
-    scope = {"_mode": runtime.plan_mode, "_tf32": allows_tf32, "_plain": PLAIN, "_name": name}
-    exec(f"def key({names}):\n    return (_name, {', '.join(parts)}, _mode(), _tf32())", scope)  # noqa: S102
+    # Names that no argument has; what is called is written in C.
+    scope = {
+        "_name": name,
+        "_plain": PLAIN,
+        "_runtime": runtime,
+        "_same_bits": runtime._same_bits.get,
+        "_fp32": fp32_precision,
+    }
+    modes = "_runtime.compile_target, _same_bits(), _fp32()"
+    exec(f"def key({names}):\n    return (_name, {', '.join(parts)}, {modes})", scope)  # noqa: S102
     return scope["key"]  # type: ignore[return-value]
 
 
@@ -224,7 +231,7 @@ class Op:
 
     def _new_plan(self, key: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
         kind = self.kind(*args)
-        shared = key if kind is None else (self.name, kind, *key[-2:])
+        shared = key if kind is None else (self.name, kind, *key[-3:])
         plan = _plans.get(shared, _NO_PLAN)
         if plan is _NO_PLAN:
             self.check(*self._given(args))

@@ -62,7 +62,6 @@ __all__ = [
     "in_same_bits",
     "kernel_dtype",
     "on_device_of",
-    "plan_mode",
     "properties",
     "same_bits",
     "slug",
@@ -402,11 +401,6 @@ def same_bits(enabled: bool = True) -> Iterator[None]:
 def in_same_bits() -> bool:
     """Whether :func:`same_bits` holds; not for Dynamo, which cannot read it: operators refuse to be compiled in it."""
     return not is_dynamo_compiling() and _same_bits.get()
-
-
-def plan_mode() -> object:
-    """What the key of every plan holds of this process: what is compiled for, and whether :func:`same_bits` holds."""
-    return (compile_target, True) if in_same_bits() else compile_target
 
 
 @functools.cache
