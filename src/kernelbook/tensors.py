@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -22,13 +22,12 @@ __all__ = [
     "strided",
     "with_versions",
     "without_autocast",
+    "written",
 ]
 
-_getter: Any = getattr(torch._C, "_get_fp32_precision_getter", None)
-# How PyTorch is set to multiply float32: what its own switch asks, where it is there.
-fp32_precision: Callable[[], str] = (
-    functools.partial(_getter, "cuda", "matmul") if _getter else lambda: torch.backends.cuda.matmul.fp32_precision
-)
+_fp32_precision: Any = getattr(torch._C, "_get_fp32_precision_getter", None)  # what the switch itself asks
+
+
 _mode, _modes = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey
 _transform = torch._C._functorch.peek_interpreter_stack
 is_batched = torch._C._functorch.is_legacy_batchedtensor  # by autograd's is_grads_batched, of which no transform tells
@@ -51,7 +50,9 @@ def allows_tf32() -> bool:
     ``torch.backends.cuda.matmul.allow_tf32`` cannot be read once somebody has set the newer ``fp32_precision``; that one
     can be read either way.
     """
-    return fp32_precision() == "tf32"
+    return (
+        _fp32_precision("cuda", "matmul") if _fp32_precision else torch.backends.cuda.matmul.fp32_precision
+    ) == "tf32"
 
 
 def precision(dtype: torch.dtype) -> str:
@@ -100,6 +101,34 @@ def without_autocast(tensor: torch.Tensor) -> contextlib.AbstractContextManager[
     if tensor.is_meta or not torch.is_autocast_enabled(kind):  # PyTorch knows no autocast for meta tensors
         return contextlib.nullcontext()
     return torch.autocast(kind, enabled=False)
+
+
+def written(*tensors: torch.Tensor) -> None:
+    """Says that kernels have written into tensors that the caller has.
+
+    A backward pass that has kept what was in them then raises PyTorch's error instead of reading what is there now.
+    """
+    torch._C._increment_version(tensors)
+
+
+def with_versions(*tensors: torch.Tensor | None) -> tuple[tuple[torch.Tensor, int], ...]:
+    """The tensors (``None`` aside) that a backward pass keeps without autograd, for :func:`check_versions`."""
+    return tuple((tensor, _version(tensor)) for tensor in tensors if tensor is not None)
+
+
+def check_versions(kept: Iterable[tuple[torch.Tensor, int]]) -> None:
+    """Raises what PyTorch raises where a tensor that a backward pass needs was changed in place since it was kept."""
+    for tensor, version in kept:
+        if _version(tensor) != version:
+            raise RuntimeError(
+                f"one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{tensor.type()} {list(tensor.shape)}] is at version {_version(tensor)}; expected version {version} instead"
+            )
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """How often the tensor's memory was changed in place; PyTorch does not count that of inference mode."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def matrix(tensor: torch.Tensor) -> torch.Tensor:
