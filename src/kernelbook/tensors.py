@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 __all__ = [
     "allows_tf32",
     "check_versions",
+    "fp32_precision",
     "has_aligned_rows",
     "has_values",
     "is_batched",
@@ -25,7 +26,11 @@ __all__ = [
     "written",
 ]
 
-_fp32_precision: Any = getattr(torch._C, "_get_fp32_precision_getter", None)  # what the switch itself asks
+_getter: Any = getattr(torch._C, "_get_fp32_precision_getter", None)
+# How PyTorch is set to multiply float32: what its own switch asks, where it is there.
+fp32_precision: Callable[[], str] = (
+    functools.partial(_getter, "cuda", "matmul") if _getter else lambda: torch.backends.cuda.matmul.fp32_precision
+)
 
 
 _mode, _modes = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey
@@ -50,9 +55,7 @@ def allows_tf32() -> bool:
     ``torch.backends.cuda.matmul.allow_tf32`` cannot be read once somebody has set the newer ``fp32_precision``; that one
     can be read either way.
     """
-    return (
-        _fp32_precision("cuda", "matmul") if _fp32_precision else torch.backends.cuda.matmul.fp32_precision
-    ) == "tf32"
+    return fp32_precision() == "tf32"
 
 
 def precision(dtype: torch.dtype) -> str:
