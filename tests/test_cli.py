@@ -395,10 +395,14 @@ def test_what_bench_cannot_take_is_named(
     assert given[0] in said and wrong in said and given[1] in said
 
 
+# Not that of a make that runs these tests: it would have another one say where it is.
+_ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
+
+
 def _make(*arguments: str, folder: Path = ROOT, **environment: str) -> "subprocess.CompletedProcess[str]":
     command = ["make", "--no-print-directory", *arguments]
     return subprocess.run(
-        command, cwd=folder, env=os.environ | environment, capture_output=True, text=True, check=False
+        command, cwd=folder, env=_ENVIRONMENT | environment, capture_output=True, text=True, check=False
     )
 
 

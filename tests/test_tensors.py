@@ -30,10 +30,7 @@ def test_sums_are_kept_in_single_or_double(dtype: torch.dtype) -> None:
     assert memory.tl_accumulator(memory.accumulator(dtype)) == memory.tl_accumulator(dtype)
 
 
-@pytest.mark.parametrize("getter", (True, False), ids=("", "PyTorch without its getter"))
-def test_float32_is_multiplied_as_pytorch_is_set(getter: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not getter:
-        monkeypatch.setattr(tensors, "_fp32_precision", None)
+def test_float32_is_multiplied_as_pytorch_is_set() -> None:
     before = torch.backends.cuda.matmul.allow_tf32
     try:
         for allowed, expected in ((True, "tf32"), (False, "ieee")):

@@ -26,7 +26,9 @@ from kernelbook import runtime
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
-from promises import PROMISES, Given, Promise, ids  # noqa: E402
+with warnings.catch_warnings():  # of a progress bar, in a notebook's kernel
+    warnings.simplefilter("ignore")
+    from promises import PROMISES, Given, Promise, ids
 
 YES, NO, ERROR = "yes", "no", "error"
 
