@@ -10,7 +10,7 @@ import functools
 import inspect
 import re
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from promises import DEVICE, MODULES, PROMISES, Given, Promise, draw, ids, routed
-from tensors import far_apart
+from tensors import default_dtype, far_apart
 from tiny_models import tiny_model
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -445,16 +445,6 @@ def test_gradients_are_the_same_in_any_way(name: str, way: str) -> None:
     _equal(WAYS[way](promise, _copied(given)), _with_gradients(promise, _copied(given)), 1e-6)
 
 
-@contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("dtype", (torch.float64, torch.bfloat16))
 def test_a_default_dtype_changes_nothing(name: str, dtype: torch.dtype) -> None:
@@ -462,7 +452,7 @@ def test_a_default_dtype_changes_nothing(name: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     given = promise.given()
     expected = _with_gradients(promise, _copied(given))
-    with _default_dtype(dtype):
+    with default_dtype(dtype):
         if name in PROMISES:  # a module's parameters would be of that dtype
             torch.manual_seed(0)
             given = promise.given()
