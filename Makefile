@@ -10,7 +10,7 @@ ENVIRONMENT := $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/.installed)
 export JUPYTER_PREFER_ENV_PATH := 1
 # Hundreds of processes import the package: without kept bytecode each of them compiles torch's modules anew, 2.6 of 4.6 seconds.
 unexport PYTHONDONTWRITEBYTECODE
-export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
+export PYTHONPATH := $(CURDIR)/src:$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 .PHONY: book test quick older suite opened test-pages lint style types serve bench measure compiled evidence hub test-notebooks gpu test-gpu test-turing test-cpus test-oldest test-oldest-interop test-next test-versions clean lock
 
@@ -57,7 +57,7 @@ serve:
 
 # make bench ROOM=layer_norm; without ROOM, every room. Needs a GPU.
 bench: $(ENVIRONMENT)
-	$(PY) -m kernelbook bench $(or $(ROOM),--all)
+	$(PY) -m bench $(or $(ROOM),--all)
 
 # The whole book on all GPUs of this machine: make measure SECONDS=3600, again until nothing is left; then make measure MERGE=1.
 # With OLDER=FILE, both times, what make older printed into FILE; in a folder of its own, since its jobs have fewer cases.

@@ -8,10 +8,10 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from kernelbook.lab import bench as registry
+import bench as registry
 from kernelbook.lab import record
 
-FILES = {"same_loss": "same_loss_curves.jsonl", "study": "sparse_training.csv"}  # the others have their name
+FILES = {"same_loss": "same_loss_curves.jsonl"}  # the others have their name
 FOLDER = Path(registry.__file__).parent
 
 
@@ -56,7 +56,7 @@ def test_every_recorded_provider_that_is_not_ours_has_a_distribution() -> None:
 
 
 def test_the_list_is_there_before_any_bench() -> None:
-    code = "import sys; from kernelbook.lab import bench; print([n for n in sys.modules if n.startswith(bench.__name__ + '.')])"
+    code = "import sys; import bench; print([n for n in sys.modules if n.startswith(bench.__name__ + '.')])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 

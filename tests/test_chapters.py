@@ -423,8 +423,8 @@ def test_a_gpu_too_small_for_some_points_draws_the_others(
     name: str, left: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The cell that measures the reader's own points, with as many of them as fit."""
+    from bench import attention as bench
     from kernelbook.lab import timing
-    from kernelbook.lab.bench import attention as bench
 
     recorded = record.load_results("attention")
 

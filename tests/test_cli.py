@@ -16,9 +16,9 @@ import pytest
 import torch
 from conftest import _part
 
+import bench as registry
 import kernelbook
 from kernelbook import runtime
-from kernelbook.lab import bench as registry
 from kernelbook.lab import cli, older, profiling, timing
 from kernelbook.layer_norm import op
 from kernelbook.train import command as training

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kernelbook.lab.bench import ROOMS
+from bench import ROOMS
 
 ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src" / "kernelbook"
@@ -48,7 +48,7 @@ DOORS_THAT_MAY_BE = {
         ("launches.py", "backward.py", "routing.py", "grouped.py", "lora.py", "pages.py", "packing.py"), DOORS["op.py"]
     ),
 }
-# A room is measured by lab/bench/<room>.py.
+# A room is measured by bench/<room>.py.
 BENCH = {
     "runtime",
     "check",
@@ -159,7 +159,7 @@ def test_imports_keep_the_rules() -> None:
         ("layer_norm/kernels.py", "from kernelbook import launch"),
         ("layer_norm/reference.py", "import triton"),
         ("layer_norm/reference.py", "from kernelbook import runtime"),
-        ("lab/bench/layer_norm.py", "from kernelbook.nn import LayerNorm"),
+        ("bench/layer_norm.py", "from kernelbook.nn import LayerNorm"),
         ("layer_norm/op.py", "import pandas"),
         ("check.py", "from kernelbook.layer_norm import layer_norm"),
         ("lab/timing.py", "import pytest"),
@@ -179,7 +179,7 @@ def test_a_forbidden_import_is_found(path: str, line: str) -> None:
         ("nn/layers.py", "from kernelbook.layer_norm import layer_norm"),
         ("__init__.py", "from kernelbook.layer_norm import layer_norm"),
         ("__main__.py", "from kernelbook.lab.cli import main"),
-        ("lab/bench/layer_norm.py", "from kernelbook.layer_norm import kernels"),
+        ("bench/layer_norm.py", "from kernelbook.layer_norm import kernels"),
     ],
 )
 def test_an_allowed_import_is_not(path: str, line: str) -> None:
@@ -209,7 +209,7 @@ def test_modules_do_not_import_each_other_in_a_circle() -> None:
         sources[".".join(place.parts).removesuffix(".__init__")] = path.read_text()
     assert not circle(sources)
     planted = "def later():\n    from kernelbook.lab import cli\n"
-    assert circle({**sources, "kernelbook.lab.older": sources["kernelbook.lab.older"] + planted})
+    assert circle({**sources, "kernelbook.lab.plots": sources["kernelbook.lab.plots"] + planted})
 
 
 def test_kernels_live_in_rooms_in_the_modules_in_the_training_loop_and_between_ranks() -> None:
@@ -244,7 +244,7 @@ def test_rooms_have_four_doors_and_one_stem() -> None:
     assert {path.parent.name for path in SRC.glob("*/reference.py")} == set(ROOMS)
     for room in ROOMS:
         assert {path.name for path in (SRC / room).glob("*.py")} >= set(DOORS), room
-        assert (SRC / "lab" / "bench" / f"{room}.py").is_file(), room
+        assert (ROOT / "bench" / f"{room}.py").is_file(), room
         assert (ROOT / "tests" / f"test_{room}.py").is_file(), room
         # A room with two chapters adds what each is about: attention_forward, attention_backward.
         assert re.search(rf"^ *- file: notebooks/{room}(_\w+)?$", chapters, re.MULTILINE), room

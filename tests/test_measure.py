@@ -20,9 +20,9 @@ import pytest
 import triton
 from programs import TOOLS, program
 
+from bench import CASE_BY_CASE, baselines, bench, benches
 from kernelbook import runtime
-from kernelbook.lab import baselines, cli, older, record, timing
-from kernelbook.lab.bench import CASE_BY_CASE, bench, benches
+from kernelbook.lab import cli, older, record, timing
 
 Run = Callable[..., dict[str, tuple[float, float, str]]]
 # Notes when it began and ended and on which GPU; then "code" decides.

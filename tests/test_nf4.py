@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import kernelbook
+from bench import nf4 as bench
 from kernelbook import check, gluon_names, operators, runtime
-from kernelbook.lab.bench import nf4 as bench
 from kernelbook.lab.compiled import compile_calls
 from kernelbook.nf4 import (
     BLOCK_SIZES,

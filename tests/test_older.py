@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import bench
 import kernelbook
+from bench import baselines
 from kernelbook import runtime
-from kernelbook.lab import baselines, bench, dates, launched, older, record, timing
+from kernelbook.lab import dates, launched, older, record, timing
 
 # isort: split
 import triton
@@ -29,7 +31,8 @@ for name in ("torch._dynamo", "pandas", "liger_kernel.ops"):  # what all copies 
 for folder in sys.argv[2:]:
     if os.fork() == 0:
         sys.path.insert(0, folder)
-        from kernelbook.lab import bench, dates, older
+        import bench
+        from kernelbook.lab import dates, older
         assert str(older.PACKAGE.parent) == folder
         properties, one = json.loads(sys.argv[1]), bench.bench("layer_norm")
         found = [older.digests_here(properties, ["layer_norm"])["layer_norm"], dates.host_digest(one.library)]

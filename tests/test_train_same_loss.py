@@ -10,8 +10,8 @@ pytest.importorskip("transformers", minversion="5")
 
 import torch
 
+from bench import same_loss, sparse_inference
 from kernelbook import check, runtime
-from kernelbook.lab.bench import same_loss, sparse_inference
 
 SIZES = same_loss.TINY | {"batch": 1}
 Weights = dict[str, torch.Tensor]

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import kernelbook
+from bench import sparse_training as study
 from kernelbook import runtime
 from kernelbook.lab import record
-from kernelbook.lab.bench import study
 from kernelbook.nn import GPT
 from kernelbook.train import SCHEDULERS, TrainConfig
 from kernelbook.train.chunks import Layout

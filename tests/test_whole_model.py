@@ -16,11 +16,11 @@ import torch
 from tensors import compiled_graphs
 from tiny_models import tiny_model, tokens
 
+from bench import whole_model as bench
 from kernelbook import check, memory, nn, runtime
 from kernelbook.interop import rotary, transformers_experts, transformers_norms
 from kernelbook.interop import transformers as interop
 from kernelbook.lab import arithmetic, cli, record, timing
-from kernelbook.lab.bench import whole_model as bench
 from kernelbook.nf4 import NF4Tensor, nf4_quantize
 
 QWEN, OLMOE, GPT_OSS = "Qwen3-30B-A3B", "OLMoE-1B-7B", "gpt-oss-20b"

@@ -85,7 +85,7 @@ def present(module: str) -> Any:
 def providers_of(point: dict[str, str]) -> dict[str, Any]:
     """The calls of the case that a point is of, on inputs of one seed; ``LookupError`` where this version has none."""
     try:
-        from kernelbook.lab.bench import bench
+        from bench import bench
     except ImportError:  # a version from before there was this list
         from kernelbook.cli import _bench_of as bench
 

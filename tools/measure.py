@@ -35,9 +35,9 @@ import pandas as pd
 import record_chapters as chapters
 import torch
 
+from bench import Bench, benches, same_loss
 from kernelbook import runtime
 from kernelbook.lab import older, record
-from kernelbook.lab.bench import Bench, benches, same_loss
 
 ROOT = Path(__file__).resolve().parent.parent
 WARM, QUIET, LOUD, LAST = range(4)  # phases; each waits for the one before

@@ -21,9 +21,9 @@ import pandas as pd
 import record_chapters
 import torch
 
+from bench import baselines, bench, same_loss
 from kernelbook import runtime
-from kernelbook.lab import baselines, cli, older, record, timing
-from kernelbook.lab.bench import bench, same_loss
+from kernelbook.lab import cli, older, record, timing
 
 REP_MS = "50"  # of samples, 20 at least, for each call
 NOTEBOOK_BYTES = 6 * 2**30  # what a chapter may hold of a GPU
@@ -109,7 +109,7 @@ def extras(folder: Path, room: str) -> int:
 
 
 def loss(folder: Path, *arguments: str) -> int:
-    """Curves of :mod:`kernelbook.lab.bench.same_loss`."""
+    """Curves of :mod:`bench.same_loss`."""
     return same_loss.main(["--out", str(folder / runtime.device_slug()), *arguments])
 
 

@@ -178,8 +178,9 @@ def count(calls: list[Callable[[], object]]) -> None:
 
 def middle_cases() -> dict[str, tuple[Any, Any]]:
     """For each function and mode, of what is recorded on this GPU, the case with the middle share of the bound, and its bench."""
+    import bench
     from kernelbook import runtime
-    from kernelbook.lab import bench, measured, older
+    from kernelbook.lab import measured, older
 
     cases = {
         str(case): (one, case) for one in bench.benches(bench.CASE_BY_CASE) for case in (*one.cases(), *one.models())

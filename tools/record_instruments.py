@@ -27,10 +27,10 @@ import numpy as np
 import torch
 
 import kernelbook as kb
+from bench import nf4 as nf4_bench
+from bench.moe_block import MODELS
 from kernelbook import runtime, train
 from kernelbook.lab import compiled, record
-from kernelbook.lab.bench import nf4 as nf4_bench
-from kernelbook.lab.bench.moe_block import MODELS
 from kernelbook.launch import Launch
 from kernelbook.scatter_ffn.kernels import _total
 

@@ -27,7 +27,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "kernelbook.lab.older": ("kernelbook.lab.older", "torch._dynamo"),
     "torch.distributed.run": ("torch.distributed.run",),
     "several_ranks.py": (
-        "kernelbook.lab.bench.several_gpus", "kernelbook.train.parallel", "torch._dynamo", "torch.distributed.fsdp", "peft", "kernelbook.interop.transformers",
+        "bench.several_gpus", "kernelbook.train.parallel", "torch._dynamo", "torch.distributed.fsdp", "peft", "kernelbook.interop.transformers",
     ),
 }  # fmt: skip
 

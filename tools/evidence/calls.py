@@ -22,11 +22,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 import ranks_in_one_process as ranks
 from common import command_line, forked, keep, watching_launches
 
+from bench import sparse_inference
 from kernelbook import nn, runtime, train
 from kernelbook.attention import op as attention_op
 from kernelbook.distributed import exchange
 from kernelbook.interop import rotary
-from kernelbook.lab.bench import sparse_inference
 from kernelbook.nf4 import kernels as nf4_kernels
 from kernelbook.study.moe_lora import lora_gradients
 from kernelbook.train import chunks

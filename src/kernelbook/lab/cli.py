@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+import bench as registry
 import kernelbook
 from kernelbook import check, memory, runtime
-from kernelbook.lab import bench as registry
 from kernelbook.lab import older, profiling, record, timing
 from kernelbook.train import command as training
 

@@ -22,9 +22,11 @@ from typing import Any
 
 import torch
 
+import bench
 import kernelbook
+from bench import baselines
 from kernelbook import runtime
-from kernelbook.lab import baselines, bench, dates, launched, record, timing
+from kernelbook.lab import dates, launched, record, timing
 
 __all__ = ["Older", "dates_of", "launch_digests", "listed", "older", "sentence"]
 

@@ -1,6 +1,6 @@
 """Measuring: the time of a call, the ceilings of the machine, and the cases of a benchmark.
 
-A benchmark of a room (``lab/bench/<room>.py``) lists :class:`Case` objects. :func:`run_cases` checks every provider of a
+A benchmark of a room (``bench/<room>.py``) lists :class:`Case` objects. :func:`run_cases` checks every provider of a
 case against float64 and times them in one process beside the machine's ceilings, and :func:`kernelbook.lab.record.write_results` keeps the
 rows of each case, as they come, in ``book/results/<gpu>/<room>.csv``. GB are 1e9 bytes, TFLOP 1e12 operations, MiB
 2**20 bytes, times milliseconds.

@@ -1,6 +1,6 @@
 """The measured experiments of the chapter "Training with a sparse backward pass".
 
-``python -m kernelbook.lab.bench.study --width 512 1024 2048 --out book/results`` writes, below the folder of the GPU at hand:
+``python -m bench.sparse_training --width 512 1024 2048 --out book/results`` writes, below the folder of the GPU at hand:
 
     sparse_training.csv            the time of a training step, by mode, scheduler and share of active chunks
     sparse_training_parts.csv      where that time goes, by kernels
@@ -31,9 +31,9 @@ import pandas as pd
 import torch
 from tqdm import tqdm
 
+from bench import Bench
 from kernelbook import check, runtime
 from kernelbook.lab import dates, profiling, record, timing
-from kernelbook.lab.bench import Bench
 from kernelbook.nn.gpt import GPT, OUTPUTS
 from kernelbook.train.capture import Captured
 from kernelbook.train.chunks import Layout
@@ -651,7 +651,7 @@ def merge(parts: Sequence[Path], out: Path) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the experiments; 1 if one failed, 2 without a GPU."""
-    parser = argparse.ArgumentParser(prog="python -m kernelbook.lab.bench.study", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.sparse_training", description=__doc__)
     parser.add_argument("--width", type=int, nargs="+", choices=sorted(SIZES), default=[512, 1024, 2048])
     parser.add_argument("--out", type=Path, default=None, help="folder for <gpu>/... (default: book/results)")
     parser.add_argument(
@@ -700,7 +700,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 BENCH = Bench(
-    name="study",
+    name="sparse_training",
     sources=SOURCES,
     library=("kernelbook.train.loop", "kernelbook.nn.gpt", "kernelbook.nn.layers"),
     baselines={"dense": "torch", "torch": "torch"},

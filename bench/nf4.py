@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
+from bench import Bench, baselines, floor
+from bench.models import MODELS
 from kernelbook import check, runtime
-from kernelbook.lab import baselines, floor, record
-from kernelbook.lab.bench import Bench
-from kernelbook.lab.models import MODELS
+from kernelbook.lab import record
 from kernelbook.lab.timing import Case, Problem
 from kernelbook.nf4.op import NF4Tensor, nf4_dequantize, nf4_matmul, nf4_quantize
 from kernelbook.nf4.reference import nested_absmax_reference, nf4_dequantize_reference

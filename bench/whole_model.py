@@ -1,4 +1,4 @@
-"""What is measured of whole models, by the wall clock: ``python -m kernelbook bench whole_model``.
+"""What is measured of whole models, by the wall clock: ``python -m bench whole_model``.
 
 Architectures of published models, from their configurations, with random weights that are drawn on the GPU, layer by layer:
 nothing is downloaded, and no time depends on what the weights are. Tasks:
@@ -56,12 +56,12 @@ import pandas as pd
 import torch
 from tabulate import tabulate
 
+from bench import Bench, baselines
+from bench.moe_block import ZIPF
 from kernelbook import check, runtime
 from kernelbook.interop import base_model
-from kernelbook.lab import baselines, profiling, record, timing
+from kernelbook.lab import profiling, record, timing
 from kernelbook.lab.arithmetic import BITS, Sizes
-from kernelbook.lab.bench import Bench
-from kernelbook.lab.bench.moe_block import ZIPF
 from kernelbook.train.capture import Captured
 from kernelbook.train.step import CapturedStep
 

@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
+from bench import Bench, baselines
 from kernelbook import check, runtime
-from kernelbook.lab import baselines, profiling, record, timing
-from kernelbook.lab.bench import Bench
+from kernelbook.lab import profiling, record, timing
 from kernelbook.lab.timing import Case, Problem
 from kernelbook.nf4 import nf4_dequantize, nf4_quantize
 from kernelbook.nn import moe

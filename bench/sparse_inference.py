@@ -1,4 +1,4 @@
-"""A GPT that generates with the neurons it needs: ``python -m kernelbook.lab.bench.sparse_inference --out book/results/<gpu>``.
+"""A GPT that generates with the neurons it needs: ``python -m bench.sparse_inference --out book/results/<gpu>``.
 
 A GPT with ReLU is trained by :class:`kernelbook.train.Trainer`, as densely as any other, and most of its hidden values turn
 out zero. For each layer a predictor of low rank learns from the block's input which ones will not be (Liu et al., "Deja Vu:
@@ -27,10 +27,10 @@ import pandas as pd
 import torch
 import torch.nn.functional as F
 
+from bench import Bench
 from kernelbook import check, runtime  # before Triton, which it sets up
 from kernelbook.attention import flash_attention
 from kernelbook.lab import record, timing
-from kernelbook.lab.bench import Bench
 from kernelbook.launch import launcher
 from kernelbook.layer_norm import layer_norm
 from kernelbook.nn import GPT, SparseFFN
@@ -422,7 +422,7 @@ def measure(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Trains and measures the widths that were asked for."""
-    parser = argparse.ArgumentParser(prog="python -m kernelbook.lab.bench.sparse_inference", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.sparse_inference", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder of the two files")
     parser.add_argument("--widths", type=int, nargs="*", default=list(WIDTHS), choices=list(WIDTHS))
     parser.add_argument("--steps", type=int, default=300, help="of training each model (default: 300)")

@@ -1,4 +1,4 @@
-"""What is measured on several GPUs: ``torchrun --nproc-per-node N -m kernelbook bench several_gpus``.
+"""What is measured on several GPUs: ``torchrun --nproc-per-node N -m bench several_gpus``.
 
 One run measures on 1, 2, 4 ... N of them, so that ratios are taken within it. Every rank measures, the slowest counts, rank 0
 writes ``several_gpus.csv``. Columns as everywhere; ``gpus`` says on how many. Times are by the host's clock over a number of
@@ -47,13 +47,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from bench import Bench, moe_block
 from kernelbook import check, runtime
 from kernelbook.distributed import exchange as exchanging
 from kernelbook.distributed import gradients, windows
 from kernelbook.distributed.expert_parallel import ExpertParallel
 from kernelbook.distributed.sharding import fully_shard
 from kernelbook.lab import record, timing
-from kernelbook.lab.bench import Bench, moe_block
 from kernelbook.nn import GatedExperts, SparseLinear, moe
 from kernelbook.train import CONFIGS, Trainer
 from kernelbook.train.capture import Captured
@@ -733,7 +733,7 @@ def bench(folder: Path, select: str | None = None, sizes: Sizes = Sizes()) -> in
         select: parts by section and number of GPUs, with commas between them: ``"layers 2,train"``.
     """
     if not dist.is_torchelastic_launched():
-        print("bench several_gpus: start it by torchrun --nproc-per-node <GPUs> -m kernelbook bench several_gpus")
+        print("bench several_gpus: start it by torchrun --nproc-per-node <GPUs> -m bench several_gpus")
         return 2
     store, rank, world = next(iter(rendezvous("env://")))
     device = torch.device("cuda", dist.get_node_local_rank(0))

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from bench import Bench, baselines
+from bench.models import MODELS
 from kernelbook import check, memory, runtime
-from kernelbook.lab import baselines, record, timing
-from kernelbook.lab.bench import Bench
-from kernelbook.lab.models import MODELS
+from kernelbook.lab import record, timing
 from kernelbook.layer_norm import op
 from kernelbook.layer_norm.reference import layer_norm_backward_reference, layer_norm_reference, rms_norm_reference
 from kernelbook.study import layer_norm as study
@@ -401,7 +401,7 @@ def count_wrong_runs(*, barrier: bool, buffers: int, runs: int = 100, m: int = 8
 def count_wrong_runs_apart(*, barrier: bool, buffers: int, runs: int, timeout_s: float = 120.0) -> int:
     """:func:`count_wrong_runs` in a process of its own with a time limit: a broken lock can also hang."""
     call = f"count_wrong_runs(barrier={barrier}, buffers={buffers}, runs={runs})"
-    program = f"from kernelbook.lab.bench.layer_norm import count_wrong_runs; print({call})"
+    program = f"from bench.layer_norm import count_wrong_runs; print({call})"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=timeout_s, check=True
     )

@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from bench import Bench, baselines
+from bench.models import MODELS
 from kernelbook import check, runtime
 from kernelbook.attention import op, pages
 from kernelbook.attention.reference import flash_attention_backward_reference, flash_attention_reference
-from kernelbook.lab import baselines, record, timing
-from kernelbook.lab.bench import Bench
-from kernelbook.lab.models import MODELS
+from kernelbook.lab import record, timing
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -1,6 +1,6 @@
 """What a call costs the host, on small tensors, where the device has less to do than the host.
 
-``python -m kernelbook bench host`` asks five new processes in turn and records the median of each call in ``host.csv``, beside
+``python -m bench host`` asks five new processes in turn and records the median of each call in ``host.csv``, beside
 ``u``: the host's time for ``torch.add(x, 1, out=y)`` in the same process, PyTorch's cheapest operator.
 """
 
@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from tabulate import tabulate
 
+import bench as registry
 import kernelbook as kb
 from kernelbook import runtime
-from kernelbook.lab import bench as registry
 from kernelbook.lab import record, timing
 
 __all__ = ["BENCH", "measured"]

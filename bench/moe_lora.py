@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from bench import Bench, baselines
+from bench.models import MODELS as LATEST
 from kernelbook import check, runtime
-from kernelbook.lab import baselines, record, timing
-from kernelbook.lab.bench import Bench
-from kernelbook.lab.models import MODELS as LATEST
+from kernelbook.lab import record, timing
 from kernelbook.moe_lora import op
 from kernelbook.moe_lora.reference import (
     grouped_mm_rows,
@@ -462,7 +462,7 @@ x, a, b = randn({shape.tokens}, {shape.k}), randn({shape.experts}, 16, {shape.k}
     codes = {"kernelbook": f"# first call\nkb.moe_lora(x, w, a, b, kb.route(ids, {shape.experts})).sum().backward()\n"}
     if baselines.has("axolotl"):
         codes["axolotl"] = f"""
-from kernelbook.lab import baselines
+from bench import baselines
 lora = baselines.axolotl("parallel_linear_lora").parallel_linear_lora
 offsets = torch.bincount(ids.flatten(), minlength={shape.experts}).cumsum(0)
 a, b = a.detach().flatten(0, 1).requires_grad_(), b.detach().transpose(0, 1).flatten(1).requires_grad_()

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from bench import Bench
+from bench.models import MODELS
 from kernelbook import check, runtime
 from kernelbook.lab import record, timing
-from kernelbook.lab.bench import Bench
-from kernelbook.lab.models import MODELS
 from kernelbook.sparse_linear import op
 from kernelbook.sparse_linear.reference import (
     active_features_reference,

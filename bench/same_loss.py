@@ -1,4 +1,4 @@
-"""Does fine-tuning on the kernels reach the same loss? ``python -m kernelbook.lab.bench.same_loss --out book/results/<gpu>``.
+"""Does fine-tuning on the kernels reach the same loss? ``python -m bench.same_loss --out book/results/<gpu>``.
 
 A mixture-of-experts language model (transformers' Qwen3-MoE) of some 120 million parameters is trained from scratch, by us,
 on the sources of Python's standard library. Then it is fine-tuned with LoRA (PEFT, rank 8, experts and attention) on another
@@ -29,9 +29,9 @@ from typing import Any
 
 import torch
 
+from bench import Bench
 from kernelbook import check, runtime
 from kernelbook.lab import dates, record
-from kernelbook.lab.bench import Bench
 from kernelbook.train.files import replacing
 from kernelbook.train.text import Corpus, TextData
 
@@ -256,7 +256,7 @@ def finetune(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Trains from scratch, then fine-tunes in each way with each seed, and writes the lines as they come; 1 where one failed."""
-    parser = argparse.ArgumentParser(prog="python -m kernelbook.lab.bench.same_loss", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.same_loss", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder of same_loss_curves.jsonl")
     parser.add_argument("--pretrain-steps", type=int, default=300, help="steps from scratch (default: 300)")
     parser.add_argument("--steps", type=int, default=500, help="steps of fine-tuning (default: 500)")

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from bench import Bench, floor
+from bench.models import MODELS
 from kernelbook import check, runtime
-from kernelbook.lab import floor, record, timing
-from kernelbook.lab.bench import Bench
-from kernelbook.lab.models import MODELS
+from kernelbook.lab import record, timing
 from kernelbook.launch import cdiv, launcher
 from kernelbook.memory import accumulator, tl_accumulator
 from kernelbook.scatter_ffn import kernels, op

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kernelbook.lab import baselines
+from bench import baselines
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -23,12 +23,12 @@ __all__ = ["CASE_BY_CASE", "NAMES", "ROOMS", "Bench", "bench", "benches"]
 ROOMS = ("attention", "layer_norm", "moe_lora", "nf4", "scatter_ffn", "sparse_linear")
 CASE_BY_CASE = (*ROOMS, "moe_block")
 # Those beyond have tables and a clock of their own.
-NAMES = (*CASE_BY_CASE, "host", "several_gpus", "whole_model", "same_loss", "sparse_inference", "study")
+NAMES = (*CASE_BY_CASE, "host", "several_gpus", "whole_model", "same_loss", "sparse_inference", "sparse_training")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bench:
-    """What is measured of one thing; module ``kernelbook.lab.bench.<name>`` makes it, as ``BENCH``.
+    """What is measured of one thing; module ``bench.<name>`` makes it, as ``BENCH``.
 
     Attributes:
         name: of the module and, but for the last three, of the file in ``book/results/<gpu>``.
