@@ -12,7 +12,7 @@ export JUPYTER_PREFER_ENV_PATH := 1
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPATH := $(CURDIR)/src:$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: book test quick older suite opened test-pages lint style types serve bench measure compiled evidence hub test-notebooks gpu test-gpu test-turing test-cpus test-oldest test-oldest-interop test-next test-versions clean lock
+.PHONY: book test quick stale suite opened test-pages lint style types serve bench compiled evidence hub test-notebooks gpu test-gpu test-turing test-cpus test-oldest test-oldest-interop test-next test-versions clean lock
 
 book: $(ENVIRONMENT)
 	$(PY) tools/build_book.py
@@ -26,9 +26,9 @@ test: style
 quick: style
 	$(PY) -m pytest -n auto --dist worksteal tests/test_house.py tests/test_contract.py tests/test_$(or $(ROOM),layer_norm).py
 
-# Which recorded rows are of older sources than these, and which cases have none, without a GPU: file, case and column.
-older: $(ENVIRONMENT)
-	@$(PY) -m kernelbook.lab.older
+# Which recorded rows are older than the kernels, or not dated: file, function and count. Needs no GPU.
+stale: $(ENVIRONMENT)
+	@$(PY) -m kernelbook.lab.record
 
 suite: $(ENVIRONMENT)
 	$(PY) -m pytest -n auto --dist worksteal --ignore tests/test_pages.py
@@ -58,12 +58,6 @@ serve:
 # make bench ROOM=layer_norm; without ROOM, every room. Needs a GPU.
 bench: $(ENVIRONMENT)
 	$(PY) -m bench $(or $(ROOM),--all)
-
-# The whole book on all GPUs of this machine: make measure SECONDS=3600, again until nothing is left; then make measure MERGE=1.
-# With OLDER=FILE, both times, what make older printed into FILE; in a folder of its own, since its jobs have fewer cases.
-MEASURE := _build/measure$(if $(OLDER),-older)
-measure: $(ENVIRONMENT)
-	$(PY) tools/measure.py $(if $(MERGE),--merge $(MEASURE),--out $(MEASURE) $(if $(SECONDS),--seconds $(SECONDS)) $(if $(ONLY),--only '$(ONLY)') $(if $(OLDER),--older $(OLDER)))
 
 # What the compiler says of every kernel, for the tests and for the page "Compiled". Needs no GPU.
 compiled: $(ENVIRONMENT)

@@ -1,12 +1,12 @@
-"""What is measured: one :class:`Bench` each for the rooms, for modules and whole models, for several GPUs and for the studies.
+"""What is measured: one :class:`Bench` each for the rooms, for modules and whole models, for several GPUs and for experiments.
 
-Commands, figures and the tools all read this list. Importing it imports none of the benches.
+``python -m bench layer_norm``, or ``make bench ROOM=layer_norm``, measures one of them and writes its rows into ``book/results/<gpu>``.
+This folder is no part of the installed package: run it in the repository. Importing it imports none of the benches.
 """
 
 import dataclasses
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench import baselines
@@ -14,7 +14,6 @@ from bench import baselines
 if TYPE_CHECKING:
     import pandas as pd
 
-    from kernelbook.check import Verdict
     from kernelbook.lab.timing import Case
 
 __all__ = ["CASE_BY_CASE", "NAMES", "ROOMS", "Bench", "bench", "benches"]
@@ -31,49 +30,35 @@ class Bench:
     """What is measured of one thing; module ``bench.<name>`` makes it, as ``BENCH``.
 
     Attributes:
-        name: of the module and, but for the last three, of the file in ``book/results/<gpu>``.
-        sources: files and folders on which its figures depend, for a row's ``package``.
-        library: the modules of the library through which its calls go.
+        name: of the module, and what the names of its files in ``book/results/<gpu>`` begin with.
         baselines: for each provider that is not ours the distribution whose version dates it. A provider is meant up to a colon.
         needs: by distribution, what is not measured without it, where that is more than a baseline.
         left_out: what is not measured though one would expect it, and why.
-        method: raised by hand when how or on what is measured changes.
         cases: what is measured, case by case.
         models: further cases, at the sizes of published models; their file is ``models.csv``.
-        checks: small checks of correctness, for ``doctor``.
         host_calls: small calls, whose cost is the host's.
-        extras: tables of another kind as they come: the stem of the file, the table and its key.
+        extras: tables of another kind as they come, each with the stem of its file.
+        keys: of files with other columns the columns that tell one row from another, by the stem.
         run: measures into a folder, where a table and a clock of its own take the place of cases. Returns the exit code.
         options: those of the command's ``select`` and ``layers`` that ``run`` takes.
-        parts: values of ``select`` with which one GPU measures all of it, each in a process of its own.
     """
 
     name: str
-    sources: Sequence[Path]
-    library: tuple[str, ...]
     baselines: Mapping[str, str]
     needs: dict[str, str] = dataclasses.field(default_factory=dict)
     left_out: tuple[str, ...] = ()
-    method: int = 1
     cases: Callable[[], Iterable["Case"]] | None = None
     models: Callable[[], Iterable["Case"]] = tuple
-    checks: Callable[[], list["Verdict"]] = list
     host_calls: Callable[[], Mapping[str, Callable[[], object]]] = dict
-    extras: Callable[[], Iterator[tuple[str, "pd.DataFrame", Sequence[str]]]] | None = None
+    extras: Callable[[], Iterator[tuple[str, "pd.DataFrame"]]] | None = None
+    keys: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
     run: Callable[..., int] | None = None
     options: tuple[str, ...] = ()
-    parts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if (self.cases is None) == (self.run is None):
             given = "none" if self.run is None else "both"
             raise ValueError(f"Bench: {self.name} must have either cases or run, got {given}")
-
-    def package(self) -> str:
-        """What rows of today's sources have in the column of that name."""
-        from kernelbook.lab import record
-
-        return record.package_version(*self.sources)
 
     def missing(self) -> list[str]:
         """What is not measured here, and why."""

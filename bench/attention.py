@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,9 +23,8 @@ from kernelbook.lab import record, timing
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["BENCH", "SOURCES", "cases", "extras", "host_calls", "small_checks"]
+__all__ = ["BENCH", "cases", "extras", "host_calls"]
 
-SOURCES = (record.PACKAGE / "attention", Path(__file__))
 # B, H, H_kv, N, D, causal
 SHAPES = (
     (4, 48, 48, 4096, 64, True),
@@ -480,7 +478,7 @@ def _errors() -> pd.DataFrame:
 
     b, h, h_kv, n, d, causal = ERROR_SHAPE
     shape = f"B={b} H={h} H_kv={h_kv} N={n} S={n} D={d} causal=yes"
-    about = {"run": record.new_run(), **record.environment(record.package_version(*SOURCES))}
+    about = {"run": record.new_run(), **record.environment("attention_errors")}
     rows = []
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         torch.manual_seed(0)
@@ -502,32 +500,9 @@ def _errors() -> pd.DataFrame:
     return pd.DataFrame(rows, columns=list(ERROR_COLUMNS))
 
 
-def extras() -> Iterator[tuple[str, pd.DataFrame, Sequence[str]]]:
+def extras() -> Iterator[tuple[str, pd.DataFrame]]:
     """Tables of another kind."""
-    yield "attention_errors", _errors(), ERROR_KEY
-
-
-def small_checks() -> list[check.Verdict]:
-    """A correctness check at small sizes, for ``doctor``."""
-    torch.manual_seed(0)
-    verdicts = []
-    for dtype, n, s, d, causal in (
-        (torch.float32, 70, 70, 64, True),
-        (torch.float16, 70, 70, 64, True),
-        (torch.bfloat16, 40, 100, 128, True),
-        (torch.bfloat16, 100, 40, 128, False),
-    ):
-        q, k, v = (torch.randn(1, h, m, d, device=runtime.DEVICE).to(dtype) for h, m in ((4, n), (2, s), (2, s)))
-        found = check.check_op(
-            functools.partial(op.flash_attention, causal=causal),
-            functools.partial(flash_attention_reference, causal=causal),
-            {"q": q, "k": k, "v": v},
-            grads=("q", "k", "v"),
-            require=False,
-        )
-        label = f"{str(dtype)[6:]}, {n} x {s} x {d}{', causal' if causal else ''}"
-        verdicts += [v.renamed(f"flash_attention[{label}] {v.name}") for v in found]
-    return verdicts
+    yield "attention_errors", _errors()
 
 
 def host_calls() -> dict[str, Callable[[], object]]:
@@ -551,14 +526,12 @@ def host_calls() -> dict[str, Callable[[], object]]:
 
 BENCH = Bench(
     name="attention",
-    sources=SOURCES,
-    library=("kernelbook.attention.op", "kernelbook.attention.pages"),
+    keys={"attention_errors": ERROR_KEY},
     baselines=dict.fromkeys(("sdpa_flash", "sdpa_cudnn", "sdpa_math", "flex"), "torch")
     | dict.fromkeys(("flash_attention_4", "flash_attention_4:one_order"), "flash-attn-4")
     | {"flashinfer": "flashinfer-python"},
     cases=cases,
     models=models,
-    checks=small_checks,
     host_calls=host_calls,
     extras=extras,
 )

@@ -26,7 +26,6 @@ from kernelbook.lab import record, timing
 
 __all__ = ["BENCH", "measured"]
 
-SOURCES = tuple(Path(kb.__file__).parent / name for name in ("launch.py", "operators.py"))
 COLUMNS = ("run", "provider", "call", "host_us", "u", "processes", *record.ENVIRONMENT)
 PROCESSES = 5
 BF16 = torch.bfloat16
@@ -146,7 +145,7 @@ def run(folder: Path) -> int:
             print(f"NOT RECORDED: host: {done.stderr[-2000:]}", file=sys.stderr)
             return 1
         found.append(json.loads(done.stdout.splitlines()[-1]))
-    environment, run_id = record.environment(BENCH.package()), record.new_run()
+    environment, run_id = record.environment("host"), record.new_run()
     medians = [statistics.median(each[i][2] for each in found) for i in range(len(found[0]))]
     # Within its own process each call is so many u; the column holds the median of these.
     shares = [statistics.median(each[i][2] / each[0][2] for each in found) for i in range(len(found[0]))]
@@ -176,8 +175,7 @@ def run(folder: Path) -> int:
 
 BENCH = registry.Bench(
     name="host",
-    sources=SOURCES,
-    library=tuple(f"kernelbook.{room}.op" for room in registry.ROOMS),
+    keys={"host": ("provider", "call")},
     baselines={"torch": "torch"},
     run=run,
 )

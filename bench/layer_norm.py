@@ -7,7 +7,6 @@ import functools
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,15 +25,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BENCH",
-    "SOURCES",
     "barrier_experiment",
     "cases",
     "count_wrong_runs",
     "extras",
-    "small_checks",
 ]
 
-SOURCES = (record.PACKAGE / "layer_norm", Path(__file__))
 EPS, RMS_EPS = 1e-5, 1e-6
 NAMED_SHAPES = ((4096, 1024), (4096, 4096), (4096, 8192), (4096, 15872), (65536, 4096))
 SMALL_SHAPES = ((64, 256), (512, 1024))
@@ -330,37 +326,6 @@ def models() -> Iterator[timing.Case]:
             yield _case(mode, 1000, n, torch.bfloat16, with_compile=False)
 
 
-def small_checks() -> list[check.Verdict]:
-    """A correctness check of each public function at a small size, for ``doctor``."""
-    torch.manual_seed(0)
-    verdicts = []
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        x, w, b, _ = _inputs(17, 130, dtype)
-        for norm in (op.layer_norm, study.layer_norm_with_locks):
-            found = check.check_op(
-                lambda x, weight, bias, norm=norm: norm(x, weight, bias, EPS),
-                lambda x, weight, bias: layer_norm_reference(x, weight, bias, EPS),
-                {"x": x, "weight": w, "bias": b},
-                grads=("x", "weight", "bias"),
-                baseline=lambda x, weight, bias: F.layer_norm(x, weight.shape, weight, bias, EPS),
-                require=False,
-            )
-            verdicts += [v.renamed(f"{norm.__name__}[{str(dtype)[6:]}] {v.name}") for v in found]
-        found = check.check_op(
-            lambda x, weight, residual: op.rms_norm(x, weight, RMS_EPS, residual=residual),
-            lambda x, weight, residual: rms_norm_reference(x, weight, RMS_EPS, residual),
-            {"x": x, "weight": w, "residual": torch.randn_like(x)},
-            grads=("x", "weight", "residual"),
-            baseline=lambda x, weight, residual: (
-                F.rms_norm(x + residual, weight.shape, weight, RMS_EPS),
-                x + residual,
-            ),
-            require=False,
-        )
-        verdicts += [v.renamed(f"rms_norm[{str(dtype)[6:]}] {v.name}") for v in found]
-    return verdicts
-
-
 def host_calls() -> dict[str, Callable[[], object]]:
     """Small calls, whose cost is the host's."""
     x, w, b, dy = _inputs(64, 256, torch.bfloat16)
@@ -412,7 +377,6 @@ def barrier_experiment(*, runs: int = 100) -> pd.DataFrame:
     """Counts wrong runs with and without the barrier, for few and for many buffers."""
     import pandas as pd
 
-    package = record.package_version(*SOURCES)
     rows = [
         {
             "run": record.new_run(),
@@ -422,7 +386,7 @@ def barrier_experiment(*, runs: int = 100) -> pd.DataFrame:
             "shape": f"M=8192 N=2048 buffers={buffers}",
             "runs": runs,
             "wrong": count_wrong_runs_apart(barrier=barrier, buffers=buffers, runs=runs),
-            **record.environment(package),
+            **record.environment("layer_norm_barrier"),
         }
         for buffers in (1, 8, 64)
         for barrier in (True, False)
@@ -430,19 +394,17 @@ def barrier_experiment(*, runs: int = 100) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=list(BARRIER_COLUMNS))
 
 
-def extras() -> Iterator[tuple[str, pd.DataFrame, Sequence[str]]]:
+def extras() -> Iterator[tuple[str, pd.DataFrame]]:
     """Tables of another kind."""
-    yield "layer_norm_barrier", barrier_experiment(), BARRIER_KEY
+    yield "layer_norm_barrier", barrier_experiment()
 
 
 BENCH = Bench(
     name="layer_norm",
-    sources=SOURCES,
-    library=("kernelbook.layer_norm.op",),
+    keys={"layer_norm_barrier": BARRIER_KEY},
     baselines={"torch": "torch", "torch.compile": "torch", "liger": "liger-kernel", "quack": "quack-kernels"},
     cases=cases,
     models=models,
-    checks=small_checks,
     host_calls=host_calls,
     extras=extras,
 )

@@ -19,7 +19,6 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,28 +28,15 @@ from bench import Bench, baselines
 from kernelbook import check, runtime
 from kernelbook.lab import profiling, record, timing
 from kernelbook.lab.timing import Case, Problem
-from kernelbook.nf4 import nf4_dequantize, nf4_quantize
+from kernelbook.nf4 import nf4_quantize
 from kernelbook.nn import moe
 from kernelbook.train.capture import Captured
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["BENCH", "SOURCES", "cases", "extras", "host_calls", "small_checks"]
+__all__ = ["BENCH", "cases", "extras", "host_calls"]
 
-SOURCES = (
-    Path(__file__),
-    record.PACKAGE / "nn" / "experts.py",
-    record.PACKAGE / "nn" / "parameters.py",
-    record.PACKAGE / "nn" / "kernels.py",
-    record.PACKAGE / "interop" / "transformers.py",
-    record.PACKAGE / "interop" / "transformers_experts.py",
-    record.PACKAGE / "interop" / "peft.py",
-    record.PACKAGE / "launch.py",
-    record.PACKAGE / "operators.py",
-    record.PACKAGE / "moe_lora",
-    record.PACKAGE / "nf4",
-)
 
 # experts, hidden size, intermediate size, experts of a token
 MODELS = {
@@ -362,7 +348,7 @@ def choosing_experiment(repeats: int = 10) -> pd.DataFrame:
                     }
                     for graph, call in calls.items()
                 ]
-    about = record.environment(record.package_version(*SOURCES))
+    about = record.environment("moe_block_choice")
     return pd.DataFrame([{**row, **about} for row in rows])
 
 
@@ -405,48 +391,14 @@ def parts_experiment(repeats: int = 5) -> pd.DataFrame:
                 }
                 for part, (ms, launches) in found.items()
             ]
-    about = record.environment(record.package_version(*SOURCES))
+    about = record.environment("moe_block_parts")
     return pd.DataFrame([{**row, **about} for row in rows])
 
 
-def extras() -> Iterator[tuple[str, pd.DataFrame, Sequence[str]]]:
+def extras() -> Iterator[tuple[str, pd.DataFrame]]:
     """Tables of another kind."""
-    yield "moe_block_choice", choosing_experiment(), CHOICE_KEY
-    yield "moe_block_parts", parts_experiment(), PARTS_KEY
-
-
-def small_checks() -> list[check.Verdict]:
-    """A correctness check of the block at a small size, on dense and on 4-bit weights, for ``doctor``."""
-    torch.manual_seed(0)
-    verdicts = []
-    for kind in ("dense", "nf4"):
-        x = torch.randn(5, 64, device=runtime.DEVICE)
-        ids, gates = _routing(5, 8, 2), torch.rand(5, 2, device=runtime.DEVICE)
-        names, shapes = ("gate_up_proj", "down_proj"), ((8, 64, 64), (8, 64, 32))
-        weights: list[Any] = [torch.randn(shape, device=runtime.DEVICE) for shape in shapes]
-        pairs = {
-            name: moe.LoRAPair(
-                torch.randn(8, 4, k, device=runtime.DEVICE), torch.randn(8, n, 4, device=runtime.DEVICE), 0.5
-            )
-            for name, (_, n, k) in zip(names, shapes, strict=True)
-        }
-        dense = weights
-        if kind == "nf4":
-            weights = [nf4_quantize(w) for w in weights]
-            dense = [nf4_dequantize(q, dtype=torch.float32) for q in weights]
-
-        def run(x: torch.Tensor, gates: torch.Tensor, given: Any = (weights, ids, pairs)) -> torch.Tensor:
-            (gate_up, down), ids, pairs = given
-            lora = {"gate_up_lora": pairs["gate_up_proj"], "down_lora": pairs["down_proj"]}
-            return moe.gated_experts(x, gate_up, down, ids, gates, **lora)
-
-        def reference(x: torch.Tensor, gates: torch.Tensor, given: Any = (dense, ids, pairs)) -> torch.Tensor:
-            (gate_up, down), ids, pairs = given
-            return block_reference(x, gate_up, down, ids, gates, pairs)
-
-        found = check.check_op(run, reference, {"x": x, "gates": gates}, grads=("x", "gates"), require=False)
-        verdicts += [verdict.renamed(f"moe_block[{kind}, float32] {verdict.name}") for verdict in found]
-    return verdicts
+    yield "moe_block_choice", choosing_experiment()
+    yield "moe_block_parts", parts_experiment()
 
 
 def host_calls() -> dict[str, Callable[[], object]]:
@@ -462,12 +414,10 @@ def host_calls() -> dict[str, Callable[[], object]]:
 
 BENCH = Bench(
     name="moe_block",
-    sources=SOURCES,
-    library=("kernelbook.nn.moe", "kernelbook.interop.transformers", "kernelbook.interop.peft"),
+    keys={"moe_block_choice": CHOICE_KEY, "moe_block_parts": PARTS_KEY},
     baselines=dict.fromkeys(("eager", "grouped_mm", "batched_mm"), "transformers") | {"axolotl": "axolotl"},
     needs={"transformers": "everything", "peft": "forward + backward"},
     cases=cases,
-    checks=small_checks,
     host_calls=host_calls,
     extras=extras,
 )

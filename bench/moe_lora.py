@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ import torch
 from bench import Bench, baselines
 from bench.models import MODELS as LATEST
 from kernelbook import check, runtime
-from kernelbook.lab import record, timing
+from kernelbook.lab import timing
 from kernelbook.moe_lora import op
 from kernelbook.moe_lora.reference import (
     grouped_mm_rows,
@@ -26,15 +25,12 @@ from kernelbook.study import moe_lora as study
 __all__ = [
     "BENCH",
     "MODELS",
-    "SOURCES",
     "Shape",
     "cases",
     "host_calls",
     "projections",
-    "small_checks",
 ]
 
-SOURCES = (record.PACKAGE / "moe_lora", Path(__file__))
 # Experts, hidden size, intermediate size, experts a token (from the models' published configurations).
 MODELS = {
     "Qwen3.5-35B-A3B": (256, 2048, 512, 8),
@@ -631,48 +627,6 @@ def _for_grouped_nf4_gemm(
 # --- checks ---------------------------------------------------------------------------------------------------------
 
 
-def small_checks() -> list[check.Verdict]:
-    """A correctness check of each public function at a small size, for ``doctor``."""
-    torch.manual_seed(0)
-    verdicts = []
-    ids = torch.rand(24, 5, device=runtime.DEVICE).argsort(1)[:, :2]
-    ids[3, 1] = 5  # a slot to skip
-    routing = op.route(ids, 5)
-    for name, exact in zip(("order", "inverse", "offsets"), route_reference(ids, 5), strict=True):
-        ours = getattr(routing, name)
-        verdicts.append(check.compare(f"route {name}", ours.double(), exact.double(), exact.double()))
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-
-        def randn(*size: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-            return torch.randn(size, device=runtime.DEVICE).to(dtype)
-
-        inputs = {"x": randn(24, 48), "w": randn(5, 48, 40) / 7}
-        found = check.check_op(
-            functools.partial(op.scatter2scatter, routing=routing),
-            functools.partial(scatter2scatter_reference, expert_ids=ids),
-            inputs,
-            grads=("x", "w"),
-            require=False,
-        )
-        verdicts += [v.renamed(f"scatter2scatter[{str(dtype)[6:]}] {v.name}") for v in found]
-        inputs |= {
-            "lora_a": randn(5, 4, 48) / 7,
-            "lora_b": randn(5, 40, 4),
-            "bias": randn(5, 40),
-            "gates": randn(24, 2),
-        }
-        for strategy in ("fused", "split"):
-            found = check.check_op(
-                functools.partial(op.moe_lora, routing=routing, strategy=strategy, scaling=0.5),
-                functools.partial(moe_lora_reference, expert_ids=ids, scaling=0.5),
-                inputs,
-                grads=("x", "lora_a", "lora_b", "bias", "gates"),
-                require=False,
-            )
-            verdicts += [v.renamed(f"moe_lora[{strategy}, {str(dtype)[6:]}] {v.name}") for v in found]
-    return verdicts
-
-
 def host_calls() -> dict[str, Callable[[], object]]:
     """Small calls, whose cost is the host's."""
     t = _Inputs.of(Shape(8, 128, 128, 2, tokens=16), torch.bfloat16)
@@ -690,14 +644,11 @@ def host_calls() -> dict[str, Callable[[], object]]:
 
 BENCH = Bench(
     name="moe_lora",
-    sources=SOURCES,
-    library=("kernelbook.moe_lora.op", "kernelbook.study.moe_lora"),
     # scattermoe is on no package index; of axolotl and unsloth their kernels are enough: pip install --no-deps.
     baselines={"torch": "torch", "grouped_mm": "torch"}
     | {name: name for name in ("scattermoe", "axolotl", "peft", "unsloth")}
     | {"grouped_nf4_gemm": "grouped-nf4-gemm"},
     cases=cases,
     models=models,
-    checks=small_checks,
     host_calls=host_calls,
 )

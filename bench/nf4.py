@@ -16,7 +16,6 @@ half of them read, and ``fill_`` writes the output alone. Neither is a lower bou
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,14 +23,12 @@ import torch
 from bench import Bench, baselines, floor
 from bench.models import MODELS
 from kernelbook import check, runtime
-from kernelbook.lab import record
 from kernelbook.lab.timing import Case, Problem
 from kernelbook.nf4.op import NF4Tensor, nf4_dequantize, nf4_matmul, nf4_quantize
 from kernelbook.nf4.reference import nested_absmax_reference, nf4_dequantize_reference
 
-__all__ = ["BENCH", "SOURCES", "cases", "host_calls", "small_checks"]
+__all__ = ["BENCH", "cases", "host_calls"]
 
-SOURCES = (record.PACKAGE / "nf4", Path(__file__))
 EXPERTS, ROWS, COLS, BLOCK_SIZE = 256, 1024, 2048, 64
 ACTIVE = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 # Elements of an expert. axolotl's kernel has a program for each 1,024 of them, in the grid's second dimension, where CUDA
@@ -267,27 +264,6 @@ def models() -> Iterator[Case]:
             yield _matmul_case((1, rows, cols), tokens, BLOCK_SIZE, False)
 
 
-def small_checks() -> list[check.Verdict]:
-    """A correctness check of each public function at a small size, for ``doctor``."""
-    torch.manual_seed(0)
-    verdicts = []
-    for double_quant in (False, True):
-        for case in (
-            _case((4, 64, 256), 2, BLOCK_SIZE, double_quant),
-            _matmul_case((2, 16, 256), 3, BLOCK_SIZE, double_quant),
-        ):
-            problem = case.build()
-            assert isinstance(problem, Problem)
-            with check.poisoned_empty():
-                outputs = problem.providers["kernelbook"]()
-            name = f"{case.op}[{'double' if double_quant else 'plain'}, {case.dtype_name}] out"
-            verdicts += [
-                check.compare(name, out, ref, base, factor=problem.factor)
-                for out, ref, base in zip(outputs, problem.truth(), problem.baseline(), strict=True)
-            ]
-    return verdicts
-
-
 def host_calls() -> dict[str, Callable[[], object]]:
     """Small calls, whose cost is the host's."""
     q = nf4_quantize(torch.randn(4, 64, 256, dtype=torch.bfloat16, device=runtime.DEVICE))
@@ -303,8 +279,6 @@ def host_calls() -> dict[str, Callable[[], object]]:
 
 BENCH = Bench(
     name="nf4",
-    sources=SOURCES,
-    library=("kernelbook.nf4.op",),
     baselines={
         "torch": "torch",
         "dense": "torch",
@@ -316,6 +290,5 @@ BENCH = Bench(
     left_out=(f"axolotl for experts of more than {MOST_OF_AXOLOTL:,} elements (its launch grid is too large)",),
     cases=cases,
     models=models,
-    checks=small_checks,
     host_calls=host_calls,
 )

@@ -17,7 +17,6 @@ No time is taken: with ``--base`` in a file, ``--ways`` and ``--seeds`` do a par
 
 import argparse
 import contextlib
-import json
 import math
 import statistics
 import sys
@@ -31,13 +30,14 @@ import torch
 
 from bench import Bench
 from kernelbook import check, runtime
-from kernelbook.lab import dates, record
+from kernelbook.lab import record
 from kernelbook.train.files import replacing
 from kernelbook.train.text import Corpus, TextData
 
 __all__ = ["BENCH", "SIZES", "TINY", "WAYS", "finetune", "main", "pretrain"]
 
 STEM = "same_loss_curves"
+KEY = ("shape", "way", "seed", "steps")
 WAYS = ("eager", "grouped_mm", "kernelbook:dense", "kernelbook:nf4", "kernelbook:nf4_double")
 SIZES: dict[str, Any] = {
     "hidden_size": 768, "num_hidden_layers": 4, "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64,
@@ -50,12 +50,6 @@ TINY: dict[str, Any] = SIZES | {
 }  # fmt: skip
 EVERY_EXPERT = "every_expert"  # the name of ours in plain PyTorch on transformers' interface
 EAGER_STEPS = 3  # before a step is captured: kernels are compiled and the optimizer's states made
-SOURCES = (
-    Path(__file__),
-    *(record.PACKAGE / "train" / f"{name}.py" for name in ("text", "seeds")),
-    *(record.PACKAGE / "interop" / f"{name}.py" for name in ("transformers", "peft")),
-    *(record.PACKAGE / name for name in ("nn", "moe_lora", "nf4")),
-)
 
 
 # --- data and model -------------------------------------------------------------------------------------------------
@@ -279,8 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.base is not None:
             with replacing(given.base) as file:
                 torch.save(base, file)
-    about = {"run": record.new_run(), **record.environment(record.package_version(*SOURCES))}
-    about["sources"] = dates.sources_digest(STEM)
+    about = {"run": record.new_run(), **record.environment(STEM)}
     failed = 0
     for seed in given.seeds:
         for way in given.ways:
@@ -291,7 +284,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"NOT RECORDED: {way}, seed {seed}", file=sys.stderr, flush=True)
                 traceback.print_exc()
                 continue
-            _record(given.out / f"{STEM}.jsonl", line)
+            record.write_lines(given.out / f"{STEM}.jsonl", [line], KEY)
             print(
                 f"{way}, seed {seed}: validation {line['validation_loss'][0]:.4f} -> {line['validation_loss'][-1]:.4f}, "
                 f"{time.perf_counter() - began:.0f} s",
@@ -300,27 +293,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def _record(path: Path, line: dict[str, Any]) -> None:
-    """Adds the line, in the place of one of the same way, seed and steps, and of those that began with another model.
-
-    All ways begin with one model, whose loss they change by less than a thousandth before the first step.
-    """
-
-    def stays(other: Mapping[str, Any]) -> bool:
-        if other["shape"] != line["shape"]:
-            return True
-        with_this = math.isclose(other["validation_loss"][0], line["validation_loss"][0], rel_tol=1e-3)
-        return with_this and any(other[name] != line[name] for name in ("way", "seed", "steps"))
-
-    old = [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
-    with replacing(path) as file:
-        file.write("".join(json.dumps(each) + "\n" for each in [*filter(stays, old), line]).encode())
-
-
 BENCH = Bench(
     name="same_loss",
-    sources=SOURCES,
-    library=("kernelbook.interop.transformers", "kernelbook.interop.peft", "kernelbook.nn.moe"),
+    keys={STEM: KEY},
     baselines={"eager": "transformers", "grouped_mm": "transformers"},
     needs={"transformers": "everything", "peft": "everything"},
     run=lambda folder: main(["--out", str(folder)]),

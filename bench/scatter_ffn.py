@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,17 +23,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BENCH",
-    "SOURCES",
     "atomics_experiment",
     "cases",
     "extras",
     "ffn_case",
     "fused_ffn",
     "host_calls",
-    "small_checks",
 ]
 
-SOURCES = (record.PACKAGE / "scatter_ffn", Path(__file__))
 ATOMICS_COLUMNS = (
     "run",
     "op",
@@ -322,7 +318,7 @@ def atomics_experiment() -> pd.DataFrame:
     import pandas as pd
 
     run, rows = record.new_run(), []
-    about = record.environment(record.package_version(*SOURCES))
+    about = record.environment("scatter_ffn_atomics")
     for m in (1, 16, 32, 64, 128):
         network = _network(PLAIN, m)
         for fraction in (0.1, 0.25):
@@ -351,41 +347,9 @@ def atomics_experiment() -> pd.DataFrame:
     return pd.DataFrame(rows, columns=list(ATOMICS_COLUMNS))
 
 
-def extras() -> Iterator[tuple[str, pd.DataFrame, Sequence[str]]]:
+def extras() -> Iterator[tuple[str, pd.DataFrame]]:
     """Tables of another kind."""
-    yield "scatter_ffn_atomics", atomics_experiment(), ATOMICS_KEY
-
-
-def small_checks() -> list[check.Verdict]:
-    """A correctness check of each public function at a small size, for ``doctor``."""
-    torch.manual_seed(0)
-    verdicts = []
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        for shape in (Shape(48, 96, False, "gelu"), Shape(48, 96, True, "silu")):
-            neurons = _neurons(shape.n, 40)
-            for m in (1, 20):
-                network = _network(shape, m, dtype)
-                how: dict[str, Any] = {"neurons": neurons, "activation": shape.activation}
-                label = f"M={m}, {shape.activation}{', gated' if shape.gated else ''}, {str(dtype)[6:]}"
-                found = check.check_op(
-                    functools.partial(op.scatter_ffn, **how),
-                    functools.partial(scatter_ffn_reference, **how),
-                    network,
-                    grads=tuple(network),
-                    require=False,
-                )
-                verdicts += [v.renamed(f"scatter_ffn[{label}] {v.name}") for v in found]
-                if not shape.gated:
-                    given: dict[str, Any] = {"rows": neurons, "activation": shape.activation}
-                    found = check.check_op(
-                        functools.partial(op.gather_matmul, **given),
-                        functools.partial(gather_matmul_reference, **given),
-                        {"x": network["x"], "weight": network["w_up"]},
-                        grads=("x", "weight"),
-                        require=False,
-                    )
-                    verdicts += [v.renamed(f"gather_matmul[{label}] {v.name}") for v in found]
-    return verdicts
+    yield "scatter_ffn_atomics", atomics_experiment()
 
 
 def host_calls() -> dict[str, Callable[[], object]]:
@@ -405,12 +369,10 @@ def host_calls() -> dict[str, Callable[[], object]]:
 
 BENCH = Bench(
     name="scatter_ffn",
-    sources=SOURCES,
-    library=("kernelbook.scatter_ffn.op",),
+    keys={"scatter_ffn_atomics": ATOMICS_KEY},
     baselines={"dense": "torch", "gather": "torch"},
     cases=cases,
     models=models,
-    checks=small_checks,
     host_calls=host_calls,
     extras=extras,
 )

@@ -59,13 +59,8 @@ from kernelbook.train import CONFIGS, Trainer
 from kernelbook.train.capture import Captured
 from kernelbook.train.parallel import ParallelTrainer
 
-__all__ = ["BENCH", "KEY", "SOURCES", "Sizes", "bench", "sections"]
+__all__ = ["BENCH", "KEY", "Sizes", "bench", "sections"]
 
-SOURCES = (
-    Path(__file__),
-    record.PACKAGE / "nn" / "moe.py",
-    *(record.PACKAGE / name for name in ("distributed", "moe_lora", "nf4", "train")),
-)
 KEY = (*(name for name in record.KEY if name != "gpus"), "gpus")
 CALLS = 6  # of a layer between two looks at the clock
 CHECKED = 128  # tokens of each rank for which results are compared with float64
@@ -738,7 +733,7 @@ def bench(folder: Path, select: str | None = None, sizes: Sizes = Sizes()) -> in
     store, rank, world = next(iter(rendezvous("env://")))
     device = torch.device("cuda", dist.get_node_local_rank(0))
     torch.cuda.set_device(device)
-    about = {"run": record.new_run(), **record.environment(record.package_version(*SOURCES))}
+    about = {"run": record.new_run(), **record.environment("several_gpus")}
     counts = [n for n in (1, 2, 4, 8) if n < world] + [world]
     losses = _Losses(folder / "several_gpus_losses.json" if rank == 0 else None)
     for i, ((name, section), count) in enumerate(itertools.product(sections(sizes, losses).items(), counts)):
@@ -766,15 +761,7 @@ def bench(folder: Path, select: str | None = None, sizes: Sizes = Sizes()) -> in
 
 BENCH = Bench(
     name="several_gpus",
-    sources=SOURCES,
-    library=(
-        *(
-            f"kernelbook.distributed.{name}"
-            for name in ("expert_parallel", "exchange", "gradients", "sharding", "windows")
-        ),
-        "kernelbook.nn.moe",
-        "kernelbook.train.parallel",
-    ),
+    keys={"several_gpus": KEY},
     baselines=dict.fromkeys(("nccl", "gloo", "dense", "ddp", "fsdp2"), "torch") | {"grouped_mm": "transformers"},
     run=bench,
     options=("select",),

@@ -46,11 +46,6 @@ __all__ = ["BENCH", "Decoder", "Predictor", "main", "sparsity", "train_predictor
 
 STEM, LAYERS_STEM = "sparse_inference", "sparse_inference_layers"
 LAYERS_KEY = ("gpu", "width", "what", "layer", "share")
-SOURCES = (
-    Path(__file__),
-    *(record.PACKAGE / "train" / f"{name}.py" for name in ("kernels", "loop", "text")),
-    *(record.PACKAGE / name for name in ("nn", "scatter_ffn", "attention", "layer_norm")),
-)
 WIDTHS = {1024: "medium", 2048: "large", 4096: "huge"}
 SHARES = (0.05, 0.1, 0.25)
 CONTEXT = 512
@@ -431,7 +426,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if runtime.DEVICE.type != "cuda" and not given.tiny:
         parser.error("--tiny must be given where no GPU runs kernels")
-    about = {"run": record.new_run(), **record.environment(record.package_version(*SOURCES))}
+    about = {"run": record.new_run(), **record.environment("sparse_inference")}
     common: dict[str, Any] = {"activation": "relu", "mode": "dense", "scheduler": "all", "checkpoint_every": 0}
     if given.tiny:
         config = dataclasses.replace(CONFIGS["tiny"], **common, steps=given.steps, eval_every=0)
@@ -439,7 +434,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 samples=1, count=2, evaluated=1)  # fmt: skip
         return 0
     if runtime.DEVICE.type == "cuda":
-        row = timing.ceilings_row(timing.measure_ceilings(quick=True), about["run"], about["package"])
+        row = timing.ceilings_row(timing.measure_ceilings(quick=True), about["run"])
         record.write_results(given.out / "ceilings.csv", row, key=("run",))
     for width in given.widths:
         config = dataclasses.replace(
@@ -454,12 +449,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 BENCH = Bench(
     name="sparse_inference",
-    sources=SOURCES,
-    library=("kernelbook.nn.gpt", "kernelbook.nn.ffn"),
+    keys={LAYERS_STEM: LAYERS_KEY},
     baselines={"dense": "torch"},
     run=lambda folder, select: main(["--out", str(folder), *(["--widths", *select.split(",")] if select else [])]),
     options=("select",),
-    parts=tuple(map(str, WIDTHS)),
 )
 
 

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,20 +10,17 @@ import torch.nn.functional as F
 from bench import Bench
 from bench.models import MODELS
 from kernelbook import check, runtime
-from kernelbook.lab import record, timing
+from kernelbook.lab import timing
 from kernelbook.sparse_linear import op
 from kernelbook.sparse_linear.reference import (
     active_features_reference,
     gather_cublas_backward,
     python_loop_backward,
-    sparse_dx_reference,
     sparse_forward_reference,
-    sparse_linear_reference,
 )
 
-__all__ = ["BENCH", "SOURCES", "backward_case", "cases", "host_calls", "small_checks"]
+__all__ = ["BENCH", "backward_case", "cases", "host_calls"]
 
-SOURCES = (record.PACKAGE / "sparse_linear", Path(__file__))
 CHUNK = 64
 SHAPES = (
     (2048, 512, 2048),
@@ -301,45 +297,6 @@ def models() -> Iterator[timing.Case]:
             yield backward_case((8192, k, n), fraction)
 
 
-def small_checks() -> list[check.Verdict]:
-    """A correctness check of each public function at a small size, for ``doctor``."""
-    torch.manual_seed(0)
-    verdicts = []
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        for chunk, d_out in ((16, 120), (64, 192)):
-            ids = torch.tensor([2, 0], device=runtime.DEVICE)
-            x, weight, dy = (
-                torch.randn(shape, device=runtime.DEVICE).to(dtype) for shape in ((33, 48), (d_out, 48), (33, d_out))
-            )
-            bias = weight[:, 0].clone()
-            chunks: dict[str, Any] = {"chunk_size": chunk}
-            label = f"{str(dtype)[6:]}, chunks of {chunk}"
-            for mode in ("sparse_dw", "sparse_dw_dx"):
-                found = check.check_op(
-                    functools.partial(op.sparse_linear, active_chunks=ids, mode=mode, **chunks),
-                    functools.partial(sparse_linear_reference, active_chunks=ids, mode=mode, **chunks),
-                    {"x": x, "weight": weight, "bias": bias},
-                    grads=("x", "weight", "bias"),
-                    require=False,
-                )
-                verdicts += [v.renamed(f"sparse_linear[{mode}, {label}] {v.name}") for v in found]
-            found = check.check_op(
-                functools.partial(op.sparse_forward, active_chunks=ids, **chunks),
-                functools.partial(sparse_forward_reference, active_chunks=ids, **chunks),
-                {"x": x, "weight": weight, "bias": bias},
-                require=False,
-            )
-            verdicts += [v.renamed(f"sparse_forward[{label}] {v.name}") for v in found]
-            found = check.check_op(
-                functools.partial(op.sparse_dx, active_chunks=ids, **chunks),
-                functools.partial(sparse_dx_reference, active_chunks=ids, **chunks),
-                {"dy": dy, "weight": weight},
-                require=False,
-            )
-            verdicts += [v.renamed(f"sparse_dx[{label}] {v.name}") for v in found]
-    return verdicts
-
-
 def host_calls() -> dict[str, Callable[[], object]]:
     """Small calls, whose cost is the host's."""
     x, weight, dy, ids = _inputs(64, 256, 1024, 0.25, torch.bfloat16)
@@ -355,11 +312,8 @@ def host_calls() -> dict[str, Callable[[], object]]:
 
 BENCH = Bench(
     name="sparse_linear",
-    sources=SOURCES,
-    library=("kernelbook.sparse_linear.op",),
     baselines=dict.fromkeys(("dense", "python_loop", "gather_cublas", "packed_cublas"), "torch"),
     cases=cases,
     models=models,
-    checks=small_checks,
     host_calls=host_calls,
 )

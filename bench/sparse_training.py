@@ -33,11 +33,10 @@ from tqdm import tqdm
 
 from bench import Bench
 from kernelbook import check, runtime
-from kernelbook.lab import dates, profiling, record, timing
+from kernelbook.lab import profiling, record, timing
 from kernelbook.nn.gpt import GPT, OUTPUTS
 from kernelbook.train.capture import Captured
 from kernelbook.train.chunks import Layout
-from kernelbook.train.files import replacing
 from kernelbook.train.loop import CONFIGS, Data, TrainConfig, Trainer, make_data
 from kernelbook.train.schedulers import SCHEDULERS, KnnScheduler, make_scheduler
 from kernelbook.train.seeds import generator
@@ -62,12 +61,10 @@ BUDGET_COLUMNS = (
 )  # fmt: skip
 # What tells one row, or one line, from another.
 KEYS: dict[str, tuple[str, ...]] = {
-    f"{STEM}.csv": record.KEY,
-    f"{STEM}_parts.csv": ("shape", "provider", "active", "part"),
-    f"{STEM}_scores.csv": ("families", "scheduler", "seed", "active"),
-    f"{STEM}_budgets.csv": ("shape", "provider", "active", "lr", "sparse_lr", "seed", "budget_seconds"),
-    f"{STEM}_curves.jsonl": ("provider", "active", "sparse_lr", "width", "seed", "steps"),
-    "ceilings.csv": ("run",),
+    f"{STEM}_parts": ("shape", "provider", "active", "part"),
+    f"{STEM}_scores": ("families", "scheduler", "seed", "active"),
+    f"{STEM}_budgets": ("shape", "provider", "active", "lr", "sparse_lr", "seed", "budget_seconds"),
+    f"{STEM}_curves": ("provider", "active", "sparse_lr", "width", "seed", "steps"),
 }
 SCORE_COLUMNS = ("run", "families", "scheduler", "seed", "active", "precision", "recall", "energy", *record.ENVIRONMENT)
 
@@ -75,11 +72,6 @@ SCORE_COLUMNS = ("run", "families", "scheduler", "seed", "active", "precision", 
 # What the study runs of this package: the training loop and the model. The rooms' kernels have digests of their own.
 _TRAIN = ("capture", "chunks", "files", "kernels", "loop", "optimizer", "schedulers", "seeds", "synthetic", "text")
 _NN = ("compact", "gpt", "layers")
-SOURCES = (
-    Path(__file__),
-    *(record.PACKAGE / "train" / f"{name}.py" for name in _TRAIN),
-    *(record.PACKAGE / "nn" / f"{name}.py" for name in _NN),
-)
 
 
 # --- what is trained ------------------------------------------------------------------------------------------------
@@ -331,7 +323,7 @@ class Study:
     def __init__(self, out: Path, deadline: float) -> None:
         self.width, self.out, self.deadline = 512, out / runtime.device_slug(), deadline
         self.run = record.new_run()
-        self.about = record.environment(record.package_version(*SOURCES))
+        self.about = record.environment(STEM)
         self.data = make_data(CONFIGS["small"])  # the same for all widths
         self._ceilings_written = False
         self._ratios: dict[tuple[Any, ...], float] = {}
@@ -355,7 +347,7 @@ class Study:
 
     def _ceilings(self) -> None:
         if not self._ceilings_written:
-            row = timing.ceilings_row(timing.measure_ceilings(), self.run, self.about["package"])
+            row = timing.ceilings_row(timing.measure_ceilings(), self.run)
             record.write_results(self.out / "ceilings.csv", row, key=("run",))
             self._ceilings_written = True
 
@@ -364,7 +356,7 @@ class Study:
         if not path.exists():
             return False
         rows = pd.read_csv(path, dtype=str, keep_default_na=False)
-        for name, value in wanted.items():
+        for name, value in (wanted | {"kernels": self.about["kernels"]}).items():
             rows = rows.loc[rows[name] == str(value)]
         return len(rows) > 0
 
@@ -445,7 +437,7 @@ class Study:
         ]
         record.write_results(
             self.out / f"{STEM}_parts.csv", pd.DataFrame(table, columns=list(PARTS_COLUMNS)),
-            key=KEYS[f"{STEM}_parts.csv"],
+            key=KEYS[f"{STEM}_parts"],
         )  # fmt: skip
         return f"{sum(ms for ms, _ in parts.values()):.3f} ms in all"
 
@@ -499,7 +491,7 @@ class Study:
             "probe_energy": [round(r["energy"], 4) for r in probed],
             "tokens_per_second": round(statistics.median(r["tokens_per_second"] for r in records if "tokens_per_second" in r)),
             "corpus": self.data.digest, "vocab_size": self.data.vocab_size,
-            **self.about, "sources": dates.sources_digest(f"{STEM}_curves"),
+            **self.about,
         }  # fmt: skip
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a") as file:
@@ -582,7 +574,7 @@ class Study:
         record.write_results(
             self.out / f"{STEM}_scores.csv",
             pd.DataFrame([row], columns=list(SCORE_COLUMNS)),
-            key=KEYS[f"{STEM}_scores.csv"],
+            key=KEYS[f"{STEM}_scores"],
         )
         return f"recall {mean['recall']:.3f}, energy {mean['energy']:.3f}"
 
@@ -605,50 +597,6 @@ _PARTS = {
 part_of = functools.partial(profiling.part_of, parts=_PARTS, rest="casts, sums, copies")
 
 
-def _rows_of(path: Path) -> pd.DataFrame:
-    """A results file; of curves each value as JSON, so that it comes out as it went in."""
-    if path.suffix == ".jsonl":
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-        return pd.DataFrame([{name: json.dumps(value) for name, value in line.items()} for line in lines])
-    return pd.read_csv(path, dtype=str, keep_default_na=False)
-
-
-def merge(parts: Sequence[Path], out: Path) -> list[str]:
-    """Puts the results of several studies of one GPU model into the folder ``out``, unchanged: -> a note for each file.
-
-    Rows that other code measured leave the study's files in ``out``; of rows with the same key the last part's stays.
-    Ceilings are added to those that are there.
-
-    Raises:
-        ValueError: the parts do not come from the same code, or there is nothing in them.
-    """
-    found = {name: [_rows_of(part / name) for part in parts if (part / name).exists()] for name in KEYS}
-    codes = {code for name, tables in found.items() for table in tables for code in table["package"].str.strip('"')}
-    if len(codes) != 1:
-        raise ValueError(
-            f"merge: the parts must come from one version of the code, got {', '.join(sorted(codes)) or 'no rows'}"
-        )
-    notes = []
-    for name, tables in found.items():
-        if not tables:
-            continue
-        path = out / name
-        if path.exists():
-            old = _rows_of(path)
-            ours = old["package"].str.strip('"').isin(codes)
-            tables.insert(0, old if name == "ceilings.csv" else old.loc[ours])
-        rows = pd.concat(tables, ignore_index=True).drop_duplicates(list(KEYS[name]), keep="last")
-        with replacing(path) as file:
-            if path.suffix == ".jsonl":
-                for entry in rows.to_dict("records"):
-                    line = {key: json.loads(value) for key, value in entry.items() if isinstance(value, str)}
-                    file.write((json.dumps(line) + "\n").encode())
-            else:
-                file.write(rows.to_csv(index=False, lineterminator="\n").encode())
-        notes.append(f"{path}: {len(rows)} rows")
-    return notes
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the experiments; 1 if one failed, 2 without a GPU."""
     parser = argparse.ArgumentParser(prog="python -m bench.sparse_training", description=__doc__)
@@ -660,21 +608,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="seeds of curves and scores (default: 0)")
     parser.add_argument("--steps", type=int, default=None, help="steps of a curve (default: by width)")
     parser.add_argument("--minutes", type=float, default=60.0, help="begin nothing that would end later (default: 60)")
-    parser.add_argument(
-        "--merge",
-        type=Path,
-        nargs="+",
-        metavar="FOLDER",
-        help="measure nothing; put these <gpu> folders' results together",
-    )
     given = parser.parse_args(arguments)
-    if given.merge:
-        names = {part.resolve().name for part in given.merge}
-        if len(names) != 1:
-            parser.error(f"--merge must name folders of one GPU model, got {', '.join(sorted(names))}")
-        for note in merge(given.merge, (given.out or record.results_dir()) / names.pop()):
-            print(note)
-        return 0
     if runtime.DEVICE.type != "cuda" and given.what != "scores":  # which are no times
         print("study: there is no GPU here, and the interpreter's times say nothing about one.", file=sys.stderr)
         return 2
@@ -701,8 +635,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 BENCH = Bench(
     name="sparse_training",
-    sources=SOURCES,
-    library=("kernelbook.train.loop", "kernelbook.nn.gpt", "kernelbook.nn.layers"),
+    keys=KEYS,
     baselines={"dense": "torch", "torch": "torch"},
     run=lambda folder: main(["--out", str(folder.parent)]),
 )

@@ -65,17 +65,8 @@ from kernelbook.lab.arithmetic import BITS, Sizes
 from kernelbook.train.capture import Captured
 from kernelbook.train.step import CapturedStep
 
-__all__ = ["BENCH", "MODELS", "SOURCES", "Plan", "bench", "build", "plans"]
+__all__ = ["BENCH", "MODELS", "Plan", "bench", "build", "plans"]
 
-SOURCES = (
-    Path(__file__),
-    record.PACKAGE / "lab" / "arithmetic.py",
-    *(record.PACKAGE / "interop" / f"{name}.py" for name in ("transformers", "transformers_fp4", "peft")),
-    *(record.PACKAGE / "interop" / f"{name}.py" for name in ("transformers_attention", "transformers_norms", "rotary")),
-    *(record.PACKAGE / "interop" / f"transformers_{name}.py" for name in ("experts", "generation", "loss")),
-    *(record.PACKAGE / "train" / f"{name}.py" for name in ("capture", "step")),
-    *(record.PACKAGE / name for name in ("nn", "moe_lora", "nf4", "attention", "layer_norm")),
-)
 RANK, PROMPT, ROOM, WARM = 16, 2048, 64, 3
 COLUMNS = (*record.COLUMNS, "add_host_us", "setup_s")
 STEM, PARTS_STEM, HOST_STEM = "whole_model", "whole_model_parts", "whole_model_host"
@@ -618,14 +609,13 @@ class _Session:
 
     def __init__(self, folder: Path, layers: int | None, tokens: int, samples: int, tiny: bool) -> None:
         self.folder, self.layers, self.tokens, self.samples, self.tiny = folder, layers, tokens, samples, tiny
-        self.about = {"run": record.new_run(), **record.environment(record.package_version(*SOURCES))}
+        self.about = {"run": record.new_run(), **record.environment("whole_model")}
         self._held: tuple[Any, ...] = ()
         self.model: Any = None
 
     def record_ceilings(self) -> None:
         """The ceilings of this process, before any row."""
-        run, package = self.about["run"], self.about["package"]
-        row = timing.ceilings_row(timing.measure_ceilings(quick=True), run, package)
+        row = timing.ceilings_row(timing.measure_ceilings(quick=True), self.about["run"])
         record.write_results(self.folder / "ceilings.csv", row, key=("run",))
 
     def drop(self) -> None:
@@ -738,7 +728,7 @@ class _Session:
                 torch._foreach_copy_(trained, values)  # the floor's gradients are anything
             rows.append(
                 {"provider": provider, "model": plan.model, "checkpoint": int(plan.checkpoints), "layers": layers,
-                 "host_ms": f"{host / 1e3 / layers:.4g}", "kernels": f"{kernels / layers:.4g}",
+                 "host_ms": f"{host / 1e3 / layers:.4g}", "launched": f"{kernels / layers:.4g}",
                  "nodes": f"{nodes / layers:.4g}", "add_host_us": f"{self._add_host_us():.3g}", **self.about}
             )  # fmt: skip
         record.write_results(self.folder / f"{HOST_STEM}.csv", pd.DataFrame(rows), key=HOST_KEY)
@@ -944,12 +934,7 @@ def bench(
 
 BENCH = Bench(
     name="whole_model",
-    sources=SOURCES,
-    library=(
-        *(f"kernelbook.interop.{name}" for name in ("transformers", "peft", "transformers_attention")),
-        *(f"kernelbook.interop.{name}" for name in ("transformers_norms", "rotary")),
-        *(f"kernelbook.nn.{name}" for name in ("moe", "layers", "named_attention")),
-    ),
+    keys={HOST_STEM: HOST_KEY, PARTS_STEM: PARTS_KEY},
     baselines=dict.fromkeys(("torch", "grouped_mm", "batched_mm"), "transformers") | {"bitsandbytes": "bitsandbytes"},
     needs={"transformers": "everything", "peft": "every step"},
     left_out=(
@@ -959,5 +944,4 @@ BENCH = Bench(
     ),
     run=bench,
     options=("select", "layers"),
-    parts=tuple(dict.fromkeys(f"{plan.model} {plan.provider} " for plan in plans())),
 )

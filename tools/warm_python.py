@@ -24,7 +24,6 @@ KINDS: dict[str, tuple[str, ...]] = {
     ),
     "kernelbook.lab.compiled": ("kernelbook.lab.compiled", "torch._dynamo"),
     "kernelbook.lab.judge_worker": ("kernelbook.lab.judge_worker", "torch._dynamo"),
-    "kernelbook.lab.older": ("kernelbook.lab.older", "torch._dynamo"),
     "torch.distributed.run": ("torch.distributed.run",),
     "several_ranks.py": (
         "bench.several_gpus", "kernelbook.train.parallel", "torch._dynamo", "torch.distributed.fsdp", "peft", "kernelbook.interop.transformers",
