@@ -45,6 +45,9 @@ hypothesis.settings.register_profile(
     max_examples=10,
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
 )
+hypothesis.settings.register_profile(
+    "fuzz", hypothesis.settings.get_profile("kernelbook"), derandomize=False, max_examples=2000
+)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "kernelbook"))
 
 
