@@ -12,7 +12,7 @@ export JUPYTER_PREFER_ENV_PATH := 1
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPATH := $(CURDIR)/src:$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: book test quick stale suite opened test-pages lint style types serve bench compiled evidence evidence-host hub test-notebooks gpu test-gpu test-turing test-cpus test-oldest test-oldest-interop test-next test-versions clean lock
+.PHONY: book test quick stale suite opened test-pages lint style types serve bench compiled evidence evidence-host hub test-notebooks gpu test-gpu test-turing test-cpus test-oldest clean lock
 
 book: $(ENVIRONMENT)
 	$(PY) tools/build_book.py
@@ -90,10 +90,10 @@ test-gpu: gpu
 	$(PY) -m pytest -m "gpu and not alone" -n $(or $(WORKERS),14) --dist worksteal $(if $(PART),--part $(PART)) tests
 	$(PY) -m pytest -m "gpu and alone" $(if $(PART),--part $(PART)) tests
 
-# The rooms' tests, and the chapters, with plans and kernels for a T4, run by a newer GPU; the results are rows of
-# book/versions.csv.
+# The rooms' tests, and the chapters, with rules and kernels for a T4, run by a newer GPU.
 test-turing: gpu
-	$(PY) tools/try_versions.py --here --only sm_75 --workers $(or $(WORKERS),14)
+	$(PY) -m pytest -m "not alone and not soak" --stand-in sm_75 -n $(or $(WORKERS),14) --dist worksteal $(TURING)
+TURING := $(patsubst %,tests/test_%.py,layer_norm rms_norm sparse_linear scatter_ffn attention attention_decode nf4 fp4 moe_lora memory)
 
 # The tests that compare numbers as other CPUs would: PyTorch, MKL (under PyTorch) and NumPy with its OpenBLAS (under the
 # interpreter) take the code that they have for those, one setting after the other. make test-cpus CPUS=ATEN_CPU_CAPABILITY=avx2
@@ -104,34 +104,9 @@ test-cpus: $(ENVIRONMENT)
 	set -e; files=$$(grep -lE 'check_op|check\.compare|assert_as_eager|assert_close|relative_error' tests/test_*.py); \
 	for cpu in $(CPUS); do echo "$$cpu"; env "$$cpu" $(PY) -m pytest -n auto --dist worksteal $$files; done
 
-# The oldest versions that the package supports, and the newest that the index has, before pins are moved: each in an
-# environment of its own. Every kernel is compiled for a Hopper GPU, and some rooms run in the interpreter. (NumPy
-# 2.4 breaks Triton 3.6's interpreter.)
-SHORT := tests/test_runtime.py tests/test_launch.py tests/test_compiles.py tests/test_layer_norm.py tests/test_nf4.py
-OLDEST := torch==2.11.0 triton==3.6.0 numpy==2.2.6
-test-oldest: OTHER := $(OLDEST)
-test-oldest: test-oldest-interop
-test-next: OTHER := --upgrade --pre torch triton numpy
-test-oldest test-next:
-	$(PYTHON) -m venv --clear $(VENV)-$@
-	$(VENV)-$@/bin/python -m pip install --quiet pytest pytest-xdist hypothesis pandas tabulate tqdm matplotlib pyyaml
-	$(VENV)-$@/bin/python -m pip install --quiet $(OTHER)
-	$(VENV)-$@/bin/python -m pytest -n auto --dist worksteal $(SHORT) -k "not page_holds and not others and not sm_75"
-
-# Pairs of PyTorch and Triton, each in an environment of its own; what came out goes into book/versions.csv, which "Running the
-# book" shows. make test-versions ONLY=triton==3.8.0 for one pair.
-test-versions: $(ENVIRONMENT)
-	$(PY) tools/try_versions.py $(if $(ONLY),--only '$(ONLY)') $(if $(WORKERS),--workers $(WORKERS))
-
-# The oldest of each neighbour, as pyproject.toml bounds them, with the oldest pair. A transformers wants a kernels of its time, and
-# the oldest cannot be imported beside the one that we support: that runs beside the oldest transformers that takes it.
-test-oldest-interop:
-	$(PYTHON) -m venv --clear $(VENV)-$@
-	$(VENV)-$@/bin/python -m pip install --quiet pytest pytest-xdist hypothesis $(OLDEST) \
-		transformers==5.8.0 peft==0.20.0 accelerate==1.10.0 bitsandbytes==0.50.0
-	$(VENV)-$@/bin/python -m pytest -n auto --dist worksteal tests/test_swap.py tests/test_interop_*.py tests/test_captured_models.py
-	$(VENV)-$@/bin/python -m pip install --quiet 'transformers[kernels]==5.19.0' kernels==0.17.2
-	$(VENV)-$@/bin/python -m pytest -n auto --dist worksteal tests/test_hub.py tests/test_captured_models.py
+# Other versions of Python, PyTorch, Triton and neighbours: nox -l lists them (noxfile.py).
+test-oldest:
+	$(PYTHON) -m nox -s oldest oldest_interop
 
 # A kernel repository for Hugging Face's kernels, in _build/hub.
 hub: $(ENVIRONMENT)
@@ -144,7 +119,7 @@ lock:
 		echo "$$pins"; } > requirements.txt
 
 clean:
-	rm -rf _build $(VENV) $(VENV)-test-* .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf _build $(VENV) .nox .pytest_cache .ruff_cache .mypy_cache .hypothesis
 
 # A module is compiled when it is first imported; most of what is installed never is.
 $(VENV)/.installed: requirements.txt pyproject.toml

@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import forked
 import pytest
 import torch
 
@@ -41,7 +40,9 @@ def _python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     inherited = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     # Without a GPU, also where there is one: the same outcome on every machine.
     hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "PYTHONPATH": SRC}
-    return forked.python(code, inherited | hidden | environment)
+    return subprocess.run(
+        [sys.executable, "-c", code], env=inherited | hidden | environment, capture_output=True, text=True, check=False
+    )
 
 
 REPORT = "import kernelbook.runtime as r; print(r.INTERPRET, r.COMPILE_ONLY, r.DEVICE)"

@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import nbformat
 import warm_python
@@ -123,7 +124,11 @@ def execute_all(paths: list[Path], cache: Any) -> int:
 
 
 def write_config(path: Path, cache: Path) -> None:
-    """Writes _config.yml, with the buttons that need the repository's address if that one setting is not empty."""
+    """Writes _config.yml, with the buttons that need the repository's address if that one setting is not empty.
+
+    With an address of the built book, ``BOOK_ADDRESS`` (https://owner.github.io/name/, which the workflow in .github gives), it
+    also gets a site map, a page for addresses that do not exist, and what social networks show of a link.
+    """
     config = yaml.safe_load((ROOT / "_config.yml").read_text(encoding="utf-8"))
     config["execute"]["cache"] = str(cache)
     if config["repository"]["url"]:
@@ -131,6 +136,13 @@ def write_config(path: Path, cache: Path) -> None:
             config["html"][f"use_{button}_button"] = True
     else:
         del config["launch_buttons"]
+    if address := os.environ.get("BOOK_ADDRESS"):
+        address = f"{address.rstrip('/')}/"
+        config["sphinx"]["extra_extensions"] += ["sphinx_sitemap", "sphinxext.opengraph", "notfound.extension"]
+        config["sphinx"]["config"] |= {
+            "html_baseurl": address, "ogp_site_url": address, "notfound_urls_prefix": urlsplit(address).path,
+            "sitemap_url_scheme": "{link}",
+        }  # fmt: skip
     path.write_text(str(yaml.safe_dump(config)), encoding="utf-8")
 
 
