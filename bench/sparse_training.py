@@ -462,8 +462,9 @@ class Study:
             "inactive": variant.inactive, "sparse_lr": variant.sparse_lr, "sparse_dx": variant.sparse_dx,
             "width": self.width, "seed": seed, "steps": steps,
         }  # fmt: skip
+        now = {"kernels": self.about["kernels"]}
         known = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        if any(all(old.get(name) == value for name, value in key.items()) for old in known):
+        if any(all(old.get(name) == value for name, value in (key | now).items()) for old in known):
             return "recorded already"
         every = max(1, steps // 8)
         config = variant.config(
@@ -493,9 +494,7 @@ class Study:
             "corpus": self.data.digest, "vocab_size": self.data.vocab_size,
             **self.about,
         }  # fmt: skip
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        record.write_lines(path, [line], KEYS[f"{STEM}_curves"])
         return f"validation loss {evaluated[-1]['validation_loss']:.4f} in {trainer.seconds:.1f} s"
 
     # --- budgets ---
