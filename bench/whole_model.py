@@ -32,9 +32,6 @@ and capture. ``add_host_us`` says how busy the host was. ``err_ratio`` is of the
 tiny size in float32, checked in the same process. ``whole_model_parts.csv`` says by the profiler where a step's time goes;
 what no kernel covers is the part ``none``: the device waits for the host.
 
-``host`` is no task of a user's: ``whole_model_host.csv`` says what of the host's time for a layer of a step is ours. Provider
-``floor`` is the same step with our functions returning memory that is there, and one node of autograd each.
-
 ``whole_model_bits.csv`` has the models within :func:`kernelbook.same_bits` (provider ``kernelbook:same_bits``) beside the default,
 both of one run. ``whole_model_skewed.csv`` has steps whose routers want some experts more than others, as trained ones do:
 random weights want all alike.
@@ -69,10 +66,9 @@ __all__ = ["BENCH", "MODELS", "Plan", "bench", "build", "plans"]
 
 RANK, PROMPT, ROOM, WARM = 16, 2048, 64, 3
 COLUMNS = (*record.COLUMNS, "add_host_us", "setup_s")
-STEM, PARTS_STEM, HOST_STEM = "whole_model", "whole_model_parts", "whole_model_host"
+STEM, PARTS_STEM = "whole_model", "whole_model_parts"
 BITS_STEM, SKEWED_STEM = "whole_model_bits", "whole_model_skewed"
 PARTS_KEY = ("gpu", "provider", "shape", "batch", "part")
-HOST_KEY = ("gpu", "provider", "model", "checkpoint")
 COMMON: dict[str, Any] = {"tie_word_embeddings": False, "attention_bias": False, "use_cache": True}
 GPT_OSS: dict[str, Any] = COMMON | {
     "attention_bias": True, "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64,
@@ -116,7 +112,6 @@ TINY: dict[str, dict[str, Any]] = {
     "gpt2": {"vocab_size": 67, "n_embd": 64, "n_head": 4},
 }  # fmt: skip
 COMPILED_LAYERS = 6  # a compiler takes minutes for all
-HOST_LAYERS = 8  # each costs the host the same
 ONE_TOKEN = ("decode", "generate")
 SAME_BITS = "kernelbook:same_bits"
 EXPERTS = {"grouped_mm": "grouped_mm", "batched_mm": "batched_mm", "bitsandbytes": "grouped_mm"}
@@ -399,58 +394,6 @@ def _generate_task(model: Any, batch: int, context: int, graph: str) -> Callable
     return generate
 
 
-# --- the host's part of a layer -------------------------------------------------------------------------------------------
-
-
-class _Ready(torch.autograd.Function):
-    """One node and no launch: outputs like the first ``count`` inputs, and gradients, are memory with whatever is in it."""
-
-    @staticmethod
-    def forward(ctx: Any, count: int, *inputs: torch.Tensor) -> Any:
-        ctx.like = [t if t.requires_grad else None for t in inputs]
-        outputs = tuple(torch.empty_like(t) for t in inputs[:count])
-        return outputs if count > 1 else outputs[0]
-
-    @staticmethod
-    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, *(None if t is None else torch.empty_like(t) for t in ctx.like)
-
-
-@contextlib.contextmanager
-def _ready_tensors() -> Iterator[None]:
-    """Within the context our functions cost the host next to nothing, and compute nothing."""
-    from unittest import mock
-
-    from kernelbook.interop import rotary, transformers_norms
-    from kernelbook.interop import transformers as interop
-    from kernelbook.nn import named_attention
-
-    def experts(
-        x: Any, up: Any, down: Any, ids: Any, gates: Any, *, gate_up_lora: Any, down_lora: Any, **_: Any
-    ) -> Any:
-        pairs = [part for pair in (gate_up_lora, down_lora) if pair is not None for part in pair[:2]]
-        return _Ready.apply(1, x, gates, *pairs)
-
-    with (
-        mock.patch.object(interop, "gated_experts", experts),
-        mock.patch.object(named_attention, "flash_attention", lambda q, k, v, **_: _Ready.apply(1, q, k, v)),
-        mock.patch.object(transformers_norms, "rms_norm", lambda x, weight, eps: _Ready.apply(1, x, weight)),
-        mock.patch.object(rotary, "rotate", lambda q, k, cos, sin: _Ready.apply(2, q, k)),
-    ):
-        yield
-
-
-def _nodes(output: torch.Tensor) -> int:
-    """How many nodes of autograd are behind a tensor."""
-    seen, todo = set(), [output.grad_fn]
-    while todo:
-        node = todo.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            todo += [before for before, _ in node.next_functions]
-    return len(seen)
-
-
 # --- parts of a step ------------------------------------------------------------------------------------------------------
 
 
@@ -582,7 +525,6 @@ def plans() -> list[Plan]:
     for provider in ("kernelbook", "grouped_mm", "batched_mm", "kernelbook:dense"):
         for graph in ("1", "compile"):
             found.append(Plan("Qwen3-30B-A3B", provider, "decode", graph=graph, layers=COMPILED_LAYERS))
-    found += [Plan("Qwen3-30B-A3B", "kernelbook", "host", 1, on, layers=HOST_LAYERS) for on in (True, False)]
     # What transformers gives by itself: a growing cache, and all layers compiled.
     for model in ("Qwen3-30B-A3B", "OLMoE-1B-7B"):
         found += [Plan(model, "kernelbook", "generate", graph=graph) for graph in ("1", "0")]
@@ -627,7 +569,7 @@ class _Session:
 
     def _model(self, plan: Plan) -> Any:
         """The model of the plan, with LoRA pairs for a step; built anew where another one is held."""
-        lora = plan.task in ("step", "host") and plan.model != "GPT-2"
+        lora = plan.task == "step" and plan.model != "GPT-2"
         layers = self.layers if plan.layers is None else plan.layers
         held = (plan.model, plan.kind, plan.provider == "kernelbook:all", layers)
         if self._held[:4] != held or (self._held[4] and not lora):
@@ -674,9 +616,6 @@ class _Session:
     def _measure(self, plan: Plan, model: Any, base: Any, ratio: float) -> None:
         before: Callable[[], object] = timing.wait
         calls, samples = 1, self.samples
-        if plan.task == "host":
-            self._measure_host(plan, model, base)
-            return
         if plan.task == "generate":
             found, setup = self._token_times(plan, base)
             self._write(plan, base, ratio, found, math.nan, setup)
@@ -705,34 +644,6 @@ class _Session:
         found, host = timing.wall(call, calls=calls, samples=samples, before=before)
         before()
         self._write(plan, base, ratio, found, host, setup, call)
-
-    def _measure_host(self, plan: Plan, model: Any, base: Any) -> None:
-        """Writes what the host does for a layer of a step, as it is and with our functions returning ready tensors."""
-        layers, rows = base.config.num_hidden_layers, []
-        trained = [p for p in model.parameters() if p.requires_grad]
-        values = [p.detach().clone() for p in trained]
-        for provider, context in (("kernelbook", contextlib.nullcontext()), ("floor", _ready_tensors())):
-            step = _step_task(model, plan.batch, self.tokens, plan.checkpoints, graph=False)
-            with context:
-                for _ in range(3):
-                    step()
-                _, host = timing.wall(step, samples=2 * self.samples)
-                kernels = len(profiling.device_kernels(step)) if runtime.DEVICE.type == "cuda" else math.nan
-                ids = torch.zeros(1, 8, dtype=torch.int64, device=runtime.DEVICE)
-                nodes = (
-                    _nodes(base.base_model(ids, use_cache=False).last_hidden_state)
-                    if not plan.checkpoints
-                    else math.nan
-                )
-            with torch.no_grad():
-                torch._foreach_copy_(trained, values)  # the floor's gradients are anything
-            rows.append(
-                {"provider": provider, "model": plan.model, "checkpoint": int(plan.checkpoints), "layers": layers,
-                 "host_ms": f"{host / 1e3 / layers:.4g}", "launched": f"{kernels / layers:.4g}",
-                 "nodes": f"{nodes / layers:.4g}", "add_host_us": f"{self._add_host_us():.3g}", **self.about}
-            )  # fmt: skip
-        record.write_results(self.folder / f"{HOST_STEM}.csv", pd.DataFrame(rows), key=HOST_KEY)
-        print(f"{plan}: " + ", ".join(f"{row['provider']} {row['host_ms']} ms a layer" for row in rows), flush=True)
 
     def _add_host_us(self) -> float:
         """How fast this host is, and how busy: what ``torch.add`` into a small tensor costs it."""
@@ -934,7 +845,7 @@ def bench(
 
 BENCH = Bench(
     name="whole_model",
-    keys={HOST_STEM: HOST_KEY, PARTS_STEM: PARTS_KEY},
+    keys={PARTS_STEM: PARTS_KEY},
     baselines=dict.fromkeys(("torch", "grouped_mm", "batched_mm"), "transformers") | {"bitsandbytes": "bitsandbytes"},
     needs={"transformers": "everything", "peft": "every step"},
     left_out=(

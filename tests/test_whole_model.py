@@ -224,16 +224,13 @@ def test_rows_of_steps_and_tokens_in_four_bits(tmp_path: Path, monkeypatch: pyte
         bench.Plan(GPT_OSS, "kernelbook", "decode"),
         bench.Plan("GPT-2", "kernelbook:dense", "prefill"),
     ]
-    hosts = [bench.Plan(QWEN, "kernelbook", "host")]
     wanted += [bench.Plan(QWEN, "bitsandbytes", "decode")] if importlib.util.find_spec("bitsandbytes") else []
     bits = [bench.Plan(OLMOE, provider, "decode", bits=True) for provider in ("kernelbook", bench.SAME_BITS)]
     bits.append(bench.Plan(QWEN, "kernelbook", "step", checkpoints=True, zipf=0.5))
-    assert bench.bench(tmp_path, layers=1, tokens=3, samples=1, tiny=True, wanted=hosts + wanted + bits) == 0
+    assert bench.bench(tmp_path, layers=1, tokens=3, samples=1, tiny=True, wanted=wanted + bits) == 0
     assert len(pd.read_csv(tmp_path / "whole_model_skewed.csv")) == 1
     both = pd.read_csv(tmp_path / "whole_model_bits.csv")
     assert both["provider"].tolist() == [plan.provider for plan in bits[:2]] and both["shape"].nunique() == 1
-    host = pd.read_csv(tmp_path / "whole_model_host.csv")
-    assert host["provider"].tolist() == ["kernelbook", "floor"] and (host["nodes"] > 10).all()
     rows = pd.read_csv(tmp_path / "whole_model.csv")
     assert rows["provider"].tolist() == [plan.provider for plan in wanted]
     known = rows.loc[~rows["shape"].str.contains("GPT-2")]
