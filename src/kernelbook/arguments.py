@@ -263,16 +263,14 @@ def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(tensor.device.type)
 
 
-def in_autocast_dtype(*tensors: Any) -> tuple[Any, ...]:
-    """``tensors`` in autocast's dtype where it is on for the first one's device, as PyTorch's own operators take them.
+def lowered(arg: Any, dtype: torch.dtype) -> Any:
+    """Return a floating-point tensor in autocast's ``dtype``, and float64 and what is no such tensor as it is."""
+    is_lowered = isinstance(arg, torch.Tensor) and arg.is_floating_point() and arg.dtype != torch.float64
+    return arg.to(dtype) if is_lowered else arg
 
-    float64 tensors, integers and what is no tensor come back as they are.
-    """
+
+def in_autocast_dtype(*tensors: Any) -> tuple[Any, ...]:
+    """Return ``tensors`` as :func:`lowered` does where autocast is on for the first one's device."""
     first = tensors[0]
     dtype = autocast_dtype(first) if isinstance(first, torch.Tensor) else None
-    if dtype is None:
-        return tensors
-    return tuple(
-        t.to(dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t
-        for t in tensors
-    )
+    return tensors if dtype is None else tuple(lowered(tensor, dtype) for tensor in tensors)
