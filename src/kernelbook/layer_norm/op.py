@@ -1,9 +1,8 @@
 """Public functions, then the forward operator and the backward operator: check, outputs, plan, run."""
 
-import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import torch
 
@@ -14,6 +13,8 @@ from kernelbook.memory import accumulator, empty, tl_accumulator
 from kernelbook.operators import Op
 
 __all__ = ["layer_norm", "rms_norm"]
+
+EPS = "a number that is not negative"
 
 
 def layer_norm(
@@ -34,8 +35,7 @@ def layer_norm(
 
     Args:
         x: (..., N), float16, bfloat16, float32 or float64, any strides.
-        weight: (N,), or ``normalized_shape``, or ``None``; any of those dtypes.
-        bias: as ``weight``.
+        weight, bias: (N,), or ``normalized_shape``, or ``None``; any of those dtypes.
         eps: added to the variance; not negative.
         normalized_shape: the last dimensions of ``x``, which are normalized together; ``None``: the last one.
         backward: nothing but ``None``; spin locks are :func:`kernelbook.study.layer_norm_with_locks`.
@@ -119,16 +119,10 @@ def _over_several(
     return layer_norm(rows, weight, bias, eps).view(x.shape)
 
 
-EPS = "a number that is not negative"
-
-
 def in_float32(_: torch.dtype, x: Any, residual: Any, weight: Any, bias: Any, eps: float, *others: Any) -> Any:
     """Return the arguments under autocast: 16-bit inputs give float32, written as such by the kernel."""
     is_16_bit = all(t is None or getattr(t, "dtype", None) in (torch.float16, torch.bfloat16) for t in (x, residual))
     return x, residual, weight, bias, eps, torch.float32 if is_16_bit else None, *others[1:]
-
-
-# --- tensors as kernels read them -----------------------------------------------------------------------------------
 
 
 def in_rows(x: Any) -> Any:
@@ -167,13 +161,12 @@ def check(x: torch.Tensor, residual: Any, weight: Any, bias: Any, eps: float, _:
     m, n = math.prod(x.shape[:-1]), x.shape[-1]
     if m >= 2**31 or n >= 2**31 - 2**16:
         raise ValueError(f"{op}: x must have fewer than 2^31 rows and columns, got {m} x {n}")
-    last = x.shape[-1:]
-    for name, tensor, shape in (("weight", weight, last), ("bias", bias, last), ("residual", residual, x.shape)):
+    for name, tensor in (("weight", weight), ("bias", bias), ("residual", residual)):
         if has_mean and isinstance(tensor, int | tuple | list):
             raise TypeError(f"{op}: {name} must be a tensor (a shape goes into normalized_shape=), got {tensor!r}")
         if tensor is not None:
             arguments.check_tensor(op, name, tensor)
-            arguments.check_shape(op, name, tensor, shape)
+            arguments.check_shape(op, name, tensor, x.shape if name == "residual" else x.shape[-1:])
     arguments.check_same_device(op, x=x, weight=weight, bias=bias, residual=residual)
 
 
@@ -189,8 +182,7 @@ def outputs_of(
     )
 
 
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class _ForwardPlan:
+class _ForwardPlan(NamedTuple):
     rows: int
     columns: int
     readable: bool  # kernels can read the tensors as they lie
@@ -200,10 +192,9 @@ class _ForwardPlan:
     grid: tuple[int]
 
 
-def plan(
-    x: torch.Tensor, residual: Any, weight: Any, bias: Any, eps: float, _: Any, has_mean: bool, record: bool
-) -> _ForwardPlan | None:
+def plan(x: torch.Tensor, residual: Any, weight: Any, bias: Any, eps: float, *how: Any) -> _ForwardPlan | None:
     """Choose kernel, tiles and grid; ``None`` where there is nothing to normalize."""
+    _, has_mean, record = how
     if x.numel() == 0:
         return None
     readable = all(t is in_rows(t) for t in (x, residual)) and all(t is dense(t) for t in (weight, bias))
@@ -235,11 +226,10 @@ def run(
 
 def _gradients(call: Any, dy: torch.Tensor | None, dsum: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     """Return the gradients of x, residual, weight and bias."""
-    wants_dx, wants_dresidual, dw_dtype, db_dtype = call.wanted
-    dx, dw, db = dsum, None, None
-    if dy is not None:
-        dx, dw, db = _norm_backward(dy, *call.saved, dsum, call.eps, dw_dtype, db_dtype, call.has_mean)
-    return dx if wants_dx else None, dx if wants_dresidual else None, dw if dw_dtype else None, db if db_dtype else None
+    if dy is None:
+        return dsum, dsum, None, None
+    dx, dw, db = _norm_backward(dy, *call.saved, dsum, call.eps, *call.wanted[2:], call.has_mean)
+    return dx, dx, dw, db
 
 
 # --- backward -------------------------------------------------------------------------------------------------------
@@ -253,8 +243,7 @@ def _outputs_backward(
     return empty(x.shape, x.dtype, x), dw, db
 
 
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class _BackwardPlan:
+class _BackwardPlan(NamedTuple):
     rows: int
     columns: int
     strides: tuple[int, int, int]  # from row to row of x, dy and dsum
@@ -282,8 +271,7 @@ def _plan_backward(
     config, total = tiles.config, kernels.SUM_CONFIG
     split = config.kwargs.get("SPLIT")  # None: a row is looped over
     programs = kernels.backward_programs(m, tiles, properties)
-    acc = tl_accumulator(x.dtype)
-    both = {"WITH_DW": dw is not None, "WITH_DB": db is not None, "ACC": acc, "repeatable": True}
+    both = {"WITH_DW": dw is not None, "WITH_DB": db is not None, "ACC": tl_accumulator(x.dtype), "repeatable": True}
     launch = launcher(
         kernels._layer_norm_bwd_partials_looped_kernel if split is None else kernels._layer_norm_bwd_partials_kernel,
         HAS_WEIGHT=weight is not None, HAS_MEAN=has_mean, HAS_DSUM=dsum is not None, **both,
