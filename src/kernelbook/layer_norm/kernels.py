@@ -26,7 +26,6 @@ Not handled here: a dimension other than the last (the caller permutes), 2^31 or
 import dataclasses
 
 from kernelbook import runtime  # before Triton, which it sets up
-from kernelbook.resources import Resources, fits, tile_resources
 
 # isort: split
 import triton
@@ -35,6 +34,8 @@ import triton.language as tl
 # The widest row that one program keeps in registers, in bytes of the accumulator's dtype. Beyond it rows are looped over.
 MAX_FORWARD_ROW_BYTES = 128 * 1024
 FEW_TILES = 4
+# Registers beside the tiles, for pointers, masks and counters: a little less than the compiler's, so that few bytes may spill.
+BOOKKEEPING_REGISTERS = 70
 
 
 # --- device helpers -------------------------------------------------------------------------------------------------
@@ -385,24 +386,27 @@ def looped_config(itemsize: int) -> triton.Config:
     return triton.Config({"BLOCK_N": 16384 // max(itemsize, 4)}, num_warps=8)
 
 
-def backward_resources(config: triton.Config, itemsize: int, sums: int = 2, added: bool = False) -> Resources:
-    """The sums, x and dy of a program's share stay in registers; the pipeline stages x and dy of the whole row.
+def backward_resources(config: triton.Config, itemsize: int, sums: int = 2, added: bool = False) -> tuple[int, float]:
+    """Return a program's bytes of shared memory, and how many registers a thread takes.
 
-    The compiler gives a tile that is used twice one buffer more for each stage than one that is used once. What is
-    ``added`` to dx is staged for the program's share.
+    The sums, x and dy of a program's share stay in registers; the pipeline stages x and dy of the whole row. The compiler
+    gives a tile that is used twice one buffer more for each stage than one that is used once. What is ``added`` to dx is
+    staged for the program's share.
     """
     tile = config.kwargs["BLOCK_M"] * config.kwargs["BLOCK_N"]
     share, row = tile * config.kwargs["NUM_BLOCKS"], tile * config.kwargs["NUM_BLOCKS"] * config.kwargs["SPLIT"]
     accumulator = max(itemsize, 4)
     stages = config.kwargs["STAGES"] - 1
-    return tile_resources(
-        triton.Config({}, num_warps=config.num_warps, num_stages=max(stages, 1)),
-        staged=[((4 * row + added * share), itemsize), (-tile * config.kwargs["SPLIT"] ** 2, itemsize)]
-        if stages
-        else [],
-        held=[(sums * share, accumulator), (2 * share, itemsize), (sums * tile, accumulator)],
-        scratch_bytes=0 if stages else tile * accumulator,
-    )
+    staged = stages * itemsize * (4 * row + added * share - tile * config.kwargs["SPLIT"] ** 2)
+    held = sums * (share + tile) * accumulator + 2 * share * itemsize
+    return staged or tile * accumulator, BOOKKEEPING_REGISTERS + held / 4 / (32 * config.num_warps)
+
+
+def _fits(config: triton.Config, needs: tuple[int, float], properties: runtime.DeviceProperties) -> bool:
+    """Return whether a program fits the GPU without spilling, as far as :func:`backward_resources` can tell."""
+    (shared_bytes, registers), threads = needs, properties.warp_size * config.num_warps
+    fits = shared_bytes <= properties.shared_memory_per_program
+    return fits and registers <= min(255, properties.registers_per_sm // threads)
 
 
 def _backward_config(
@@ -443,7 +447,7 @@ def _backward_config(
         for rows, block, blocks, split, warps in shapes
         for stages in stages_of
     ]
-    fitting = (c for c in configs if fits(backward_resources(c, itemsize, sums, added), c, properties))
+    fitting = (c for c in configs if _fits(c, backward_resources(c, itemsize, sums, added), properties))
     return next(fitting, None) if itemsize <= 4 else None
 
 
