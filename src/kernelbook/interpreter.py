@@ -2,7 +2,8 @@
 
 On a newer NumPy: Triton 3.6 takes an array of one element for a number, NumPy 2.4 does not, and a loop up to a number that a
 kernel is given failed. Masks of truth values: "&" of a number and a tile gives integers, which loads refuse from Triton 3.9 on.
-And float32 in the place of bfloat16, whose arithmetic is silently wrong in it.
+Rows that are the same bits in any tile, within ``same_bits``. And float32 in the place of bfloat16, whose arithmetic is
+silently wrong in it.
 """
 
 import contextlib
@@ -31,6 +32,7 @@ def mend() -> None:
     builder: Any = type(interpreter.interpreter_builder)
     for name, place in (("create_masked_load", 1), ("create_masked_store", 2), ("create_atomic_rmw", 3)):
         setattr(builder, name, _with_mask_of_bool(getattr(builder, name), place))
+    builder.create_dot = _row_by_row(builder.create_dot)
 
 
 def _with_mask_of_bool(function: Callable[..., Any], place: int) -> Callable[..., Any]:
@@ -44,6 +46,26 @@ def _with_mask_of_bool(function: Callable[..., Any], place: int) -> Callable[...
         return function(self, *args, **kwargs)
 
     return call
+
+
+def _row_by_row(dot: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the interpreter's product of two tiles, which within ``same_bits`` is a product for each row.
+
+    BLAS may add the last rows of a tile in another order than the first, as OpenBLAS does on CPUs with AVX2. What a row
+    becomes would then depend on its place in the tile.
+    """
+
+    @functools.wraps(dot)
+    def create_dot(self: Any, a: Any, b: Any, acc: Any, *how: Any) -> Any:
+        if not runtime.in_same_bits():
+            return dot(self, a, b, acc, *how)
+        of, row = type(a), (..., None, slice(None))
+        rows = dot(
+            self, of(a.data[row], a.dtype), of(b.data[..., None, :, :], b.dtype), of(acc.data[row], acc.dtype), *how
+        )
+        return of(rows.data[..., 0, :], rows.dtype)
+
+    return create_dot
 
 
 @contextlib.contextmanager

@@ -1,10 +1,8 @@
 """The memory that a call takes: new tensors, the dtypes of sums, and counters that are zero."""
 
-import contextlib
 import functools
 import math
 import threading
-from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,8 +19,6 @@ __all__ = [
     "accumulator",
     "counters",
     "empty",
-    "poisonable",
-    "present",
     "tl_accumulator",
 ]
 
@@ -30,19 +26,8 @@ PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))  # the classes of tensors 
 _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _deterministic = torch._C._get_deterministic_algorithms
-# What Inductor's programs allocate by, on a GPU.
+# What Inductor's programs allocate by, on a GPU; ``None`` has :func:`empty` ask ``torch.empty``.
 _new = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None) if runtime.DEVICE.type == "cuda" else None
-_poisoned: list[None] = []  # while somebody fills new memory: it is asked of torch.empty then
-
-
-@contextlib.contextmanager
-def poisonable() -> Iterator[None]:
-    """Within the context all memory comes from ``torch.empty`` and its like, for :func:`check.poisoned_empty`."""
-    _poisoned.append(None)
-    try:
-        yield
-    finally:
-        _poisoned.pop()
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
@@ -50,15 +35,10 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor) -> tor
     if (
         _new is not None and type(like) in PLAIN and like.get_device() == _current_device()
         and not _deterministic()  # PyTorch may fill new memory then
-        and not _dispatch_modes() and not _poisoned
+        and not _dispatch_modes()
     ):  # fmt: skip
         return _new(*_contiguous(shape), dtype)
     return torch.empty(shape, dtype=dtype, device=like.device)
-
-
-def present(results: Iterable[torch.Tensor | None], like: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """An operator's results, with an empty tensor for each that is not wanted: it cannot return ``None``."""
-    return tuple(empty((0,), like.dtype, like) if result is None else result for result in results)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -36,6 +36,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -52,7 +53,6 @@ __all__ = [
     "DeviceProperties",
     "autotune_enabled",
     "cache_dir",
-    "can_launch",
     "compiling_for",
     "debug_enabled",
     "device_slug",
@@ -74,15 +74,8 @@ def _has_gpu() -> bool:
     PyTorch then asks the driver's library for management (NVML), whose answer does not know whether the driver is recent
     enough. The first tensor on the GPU will tell.
     """
-    name = "PYTORCH_NVML_BASED_CUDA_CHECK"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
+    with mock.patch.dict(os.environ, {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}):
         return torch.cuda.is_available()
-    finally:
-        del os.environ[name]
-        if before is not None:
-            os.environ[name] = before
 
 
 OLDEST = (7, 5)  # the compute capability from which on all kernels compile
@@ -258,13 +251,7 @@ def _is_tried(version: str) -> bool:
     return False
 
 
-def _triton_version() -> str:
-    import triton
-
-    return triton.__version__
-
-
-TRITON_IS_TRIED: bool = _is_tried(_triton_version())
+TRITON_IS_TRIED: bool = _is_tried(sys.modules["triton"].__version__)
 COMPILE_ONLY: bool = not INTERPRET and not HAS_GPU
 DEVICE: torch.device = torch.device("cuda" if HAS_GPU and not INTERPRET else "cpu")
 
@@ -442,11 +429,6 @@ def _gpu_properties(index: int) -> DeviceProperties:
         l2_bytes=p.L2_cache_size,
         warp_size=p.warp_size,
     )
-
-
-def can_launch() -> bool:
-    """False in a process that can only compile, unless its launches are being recorded (see ``compiled``)."""
-    return not COMPILE_ONLY or compile_target is not None
 
 
 def properties(device: torch.device | None = None) -> DeviceProperties:

@@ -23,7 +23,6 @@ __all__ = [
     "strided",
     "with_versions",
     "without_autocast",
-    "written",
 ]
 
 _getter: Any = getattr(torch._C, "_get_fp32_precision_getter", None)
@@ -104,14 +103,6 @@ def without_autocast(tensor: torch.Tensor) -> contextlib.AbstractContextManager[
     if tensor.is_meta or not torch.is_autocast_enabled(kind):  # PyTorch knows no autocast for meta tensors
         return contextlib.nullcontext()
     return torch.autocast(kind, enabled=False)
-
-
-def written(*tensors: torch.Tensor) -> None:
-    """Says that kernels have written into tensors that the caller has.
-
-    A backward pass that has kept what was in them then raises PyTorch's error instead of reading what is there now.
-    """
-    torch._C._increment_version(tensors)
 
 
 def with_versions(*tensors: torch.Tensor | None) -> tuple[tuple[torch.Tensor, int], ...]:
