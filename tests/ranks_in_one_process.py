@@ -153,7 +153,8 @@ def by_windows(xs: Tensors, gates: Tensors, ids: Tensors, grads: Tensors, expert
     if watch := sys.modules.get("kernelbook.lab.watched_memory"):
         watch.reached[:] = memory
     ways = [
-        windows._Way(_Windows(rank, memory, size, max(map(len, xs))), i, experts, share) for rank, i in enumerate(ids)
+        windows._WindowDispatchPlan(_Windows(rank, memory, size, max(map(len, xs))), i, experts, share)
+        for rank, i in enumerate(ids)
     ]
     layout = ways[0].layout(xs[0], gates[0])
     assert layout.size <= size

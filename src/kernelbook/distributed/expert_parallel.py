@@ -22,7 +22,7 @@ from kernelbook.tensors import reshaped
 
 __all__ = ["ExpertParallel"]
 
-HANDED = "_kernelbook_lora"  # where PEFT's wrappers leave their pairs, see kernelbook.interop.transformers
+LORA_ATTRIBUTE = "_kernelbook_lora"  # where PEFT's wrappers leave their pairs, see kernelbook.interop.transformers
 GRADIENTS = ("mean", "sum")
 
 
@@ -151,7 +151,7 @@ def _on_own_experts(module: torch.nn.Module, share: _Share) -> Iterator[None]:
                 local = _Local.apply(parameter, divisor) if parameter.requires_grad else parameter._local_tensor
                 owner._parameters[name] = local  # type: ignore[assignment]
     try:
-        with own_pairs(module.__dict__.get(HANDED, {}), share.own, share.num_experts):
+        with own_pairs(module.__dict__.get(LORA_ATTRIBUTE, {}), share.own, share.num_experts):
             yield
     finally:
         for parameters, name, parameter in replaced:

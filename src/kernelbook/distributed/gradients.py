@@ -111,7 +111,7 @@ class Reduction:
             part.finish()
 
 
-def _nothing() -> None:
+def _no_op() -> None:
     pass
 
 
@@ -129,9 +129,9 @@ def _all_of(grad: torch.Tensor) -> _Part:
     if isinstance(grad, DTensor):
         grad = grad.to_local()
     if grad.is_sparse:  # of the same rows on every rank
-        return _Part(grad._values(), _nothing)
+        return _Part(grad._values(), _no_op)
     if grad.is_contiguous():
-        return _Part(grad, _nothing)
+        return _Part(grad, _no_op)
     values = grad.contiguous()
     return _Part(values, lambda: grad.copy_(values))
 

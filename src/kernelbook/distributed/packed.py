@@ -30,8 +30,8 @@ class ExpertBytes(NF4Parametrization):
 
     ROWS = ("absmax", "nested_absmax")
 
-    def __init__(self, q: NF4Tensor, *, turned: bool = False) -> None:
-        super().__init__(q, turned=turned)
+    def __init__(self, q: NF4Tensor, *, transposed: bool = False) -> None:
+        super().__init__(q, transposed=transposed)
         for name in self.ROWS:
             delattr(self, name)
             part = getattr(q, name)
@@ -101,6 +101,6 @@ def by_expert(module: torch.nn.Module) -> int:
             to_change.append((parts, q))
     for parts, q in to_change:
         q = _own_scales(q)
-        parts[0] = ExpertBytes(q, turned=parts[0].turned).train(parts[0].training)
+        parts[0] = ExpertBytes(q, transposed=parts[0].transposed).train(parts[0].training)
         parts.original = torch.nn.Parameter(_rows(q.packed, q.shape[0]), requires_grad=False)
     return found

@@ -183,8 +183,10 @@ def _dequantize(weight: NF4Tensor | Float8Tensor, experts: torch.Tensor | None, 
 
 
 @contextlib.contextmanager
-def _made_again(w: torch.Tensor, make: Callable[[], torch.Tensor], *sources: torch.Tensor | None) -> Iterator[None]:
-    """Autograd keeps nothing of ``w`` within the context: it is made again, from the same ``sources``."""
+def recompute_in_backward(
+    w: torch.Tensor, make: Callable[[], torch.Tensor], *sources: torch.Tensor | None
+) -> Iterator[None]:
+    """Have autograd keep nothing of ``w`` within the context: it is made again, from the same ``sources``."""
     if torch.compiler.is_compiling():
         yield
         return
@@ -395,7 +397,9 @@ def _product(
 
         w = make()
         parts = (part for part in vars(weight).values() if isinstance(part, torch.Tensor))
-        context = _made_again(w, make, chosen, *parts) if torch.is_grad_enabled() else contextlib.nullcontext()
+        context = (
+            recompute_in_backward(w, make, chosen, *parts) if torch.is_grad_enabled() else contextlib.nullcontext()
+        )
     w = w if transposed else w.transpose(1, 2)
     with context:
         return moe_lora(rows, w, a, b, routing, scaling=scaling, bias=bias, **how)

@@ -12,7 +12,7 @@ from kernelbook.nf4 import NF4Tensor, nf4_dequantize, nf4_quantize
 __all__ = [
     "NF4Parametrization",
     "dense_parameter",
-    "is_turned",
+    "is_stored_transposed",
     "quantizable",
     "quantize_parameter",
     "store_parameter",
@@ -25,15 +25,15 @@ class NF4Parametrization(torch.nn.Module):
 
     The packed bytes are the parametrization's ``original``. Who wants the 4-bit form asks :func:`stored_weight`.
     Conversions of the module to another dtype leave the scales as they are, and are that of the dense parameter.
-    ``turned``: the parameter is (E, K, N), and what is stored (E, N, K), as checkpoints that were packed along K have it.
+    ``transposed``: the parameter is (E, K, N), and what is stored (E, N, K), as checkpoints that were packed along K have it.
     """
 
     PARTS = ("absmax", "code", "nested_absmax", "nested_code", "nested_offset")
-    turned = False  # also of what was pickled before
+    transposed = False  # also of what was pickled before
 
-    def __init__(self, q: NF4Tensor, *, turned: bool = False) -> None:
+    def __init__(self, q: NF4Tensor, *, transposed: bool = False) -> None:
         super().__init__()
-        self.turned = turned
+        self.transposed = transposed
         self.shape, self.block_size, self.code_name, self.dtype = q.shape, q.block_size, q.code_name, q.dtype
         for name in self.PARTS:
             part = getattr(q, name)
@@ -57,7 +57,7 @@ class NF4Parametrization(torch.nn.Module):
         """packed (ceil(n / 2),) -> the dense tensor."""
         dtype = self.dtype if self.dtype in (torch.float32, torch.float16, torch.bfloat16) else torch.float32
         dense = nf4_dequantize(self.tensor(packed), dtype=dtype).to(self.dtype)
-        return dense.transpose(1, 2) if self.turned else dense
+        return dense.transpose(1, 2) if self.transposed else dense
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "NF4Parametrization":
         where: Any = self.code.device
@@ -70,7 +70,9 @@ class NF4Parametrization(torch.nn.Module):
         return super()._apply(keep_dtype, recurse)
 
     def extra_repr(self) -> str:
-        return f"{self.shape}, {self.code_name}, block_size={self.block_size}{', turned' if self.turned else ''}"
+        return (
+            f"{self.shape}, {self.code_name}, block_size={self.block_size}{', transposed' if self.transposed else ''}"
+        )
 
 
 class _Stack(parametrize.ParametrizationList):
@@ -118,9 +120,12 @@ def quantizable(module: torch.nn.Module, name: str, block_size: int) -> torch.Te
     return parameter.detach()
 
 
-def store_parameter(module: torch.nn.Module, name: str, q: NF4Tensor, *, turned: bool = False) -> None:
-    """Puts ``q`` in the place of the parameter ``module.name``, which is given up; ``turned``: see the parametrization."""
-    packed, parametrization = torch.nn.Parameter(q.packed, requires_grad=False), NF4Parametrization(q, turned=turned)
+def store_parameter(module: torch.nn.Module, name: str, q: NF4Tensor, *, transposed: bool = False) -> None:
+    """Puts ``q`` in the place of the parameter ``module.name``, which is given up; ``transposed``: see the parametrization."""
+    packed, parametrization = (
+        torch.nn.Parameter(q.packed, requires_grad=False),
+        NF4Parametrization(q, transposed=transposed),
+    )
     setattr(module, name, packed)
     parametrize.register_parametrization(module, name, parametrization, unsafe=True)
     stacks: Any = module.parametrizations
@@ -151,11 +156,11 @@ def _parametrized(kind: type[torch.nn.Module], names: tuple[str, ...]) -> torch.
     return module
 
 
-def is_turned(module: torch.nn.Module, name: str) -> bool:
+def is_stored_transposed(module: torch.nn.Module, name: str) -> bool:
     """Whether :func:`stored_weight` gives (E, N, K) where ``module.name`` is (E, K, N)."""
     if not parametrize.is_parametrized(module, name):
         return False
-    return bool(getattr(module.parametrizations[name][0], "turned", False))  # type: ignore[index]
+    return bool(getattr(module.parametrizations[name][0], "transposed", False))  # type: ignore[index]
 
 
 def dense_parameter(module: torch.nn.Module, name: str, value: torch.Tensor) -> None:

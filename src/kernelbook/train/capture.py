@@ -23,11 +23,20 @@ import torch
 
 from kernelbook import runtime
 
-__all__ = ["Captured", "CapturedCalls", "FixedInputs", "Known", "moved", "plain", "state_of", "unfixed"]
+__all__ = [
+    "Captured",
+    "CapturedCalls",
+    "Fingerprint",
+    "FixedInputs",
+    "moved",
+    "plain",
+    "state_of",
+    "why_not_capturable",
+]
 
 TORCH = os.path.dirname(torch.__file__) + os.sep
 PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-MOST = 64  # kinds that are kept: of calls, with their graphs, and of batches
+MAX_KINDS = 64  # kinds that are kept: of calls, with their graphs, and of batches
 _failed: list[torch.cuda.CUDAGraph] = []  # PyTorch's allocators may go on asking such a graph whether it captures
 _generations = 0  # how often a generator had to be given another state: graphs from before draw from the one it had
 
@@ -224,7 +233,7 @@ class _Kind:
 class CapturedCalls:
     """Calls by key. Each runs as it is a few times, is captured then, and replayed from there on.
 
-    All graphs share a memory pool, so that several take little more than the largest; of more than :data:`MOST` the one that
+    All graphs share a memory pool, so that several take little more than the largest; of more than :data:`MAX_KINDS` the one that
     was not replayed for longest is dropped. Where a call cannot be captured, this and all new ones run as they are, and a
     warning names the line.
 
@@ -301,7 +310,7 @@ class CapturedCalls:
         else:
             self._row = 0
         self._kinds[key] = kind
-        if len(self._kinds) > MOST:
+        if len(self._kinds) > MAX_KINDS:
             del self._kinds[next(iter(self._kinds))]
         if kind.runs < self.warm:
             kind.runs += 1
@@ -363,34 +372,34 @@ class CapturedCalls:
         warnings.warn(f"{self.op}: goes on without a CUDA graph: {why}", stacklevel=level)
 
 
-class Known:
+class Fingerprint:
     """What graphs take for granted of models, each state once: keys compare the object that stands for it."""
 
     def __init__(self) -> None:
         self._states: list[_State] = []
-        self._untouched: _Untouched | None = None
+        self._guard: StateGuard | None = None
 
     def __call__(self, model: torch.nn.Module, *others: tuple[str, Hashable]) -> Hashable:
         """The object that stands for the state of ``model``, and for names and values of ``others``."""
         given = tuple(value for _, value in others)
-        if self._untouched is not None and self._untouched(model) and self._states[0].others == given:
+        if self._guard is not None and self._guard(model) and self._states[0].others == given:
             return self._states[0]
-        self._untouched = None
+        self._guard = None
         values = state_of(model)
         for i, state in enumerate(self._states):
             if state.values == values and state.others == given:
                 self._states.insert(0, self._states.pop(i))
                 if i == 0:
-                    self._untouched = _Untouched(model)
+                    self._guard = StateGuard(model)
                 return state
         names: list[str] = []
         state_of(model, names)
         self._states.insert(0, _State(values, given, [*names, *(name for name, _ in others)]))
-        del self._states[MOST:]
+        del self._states[MAX_KINDS:]
         return self._states[0]
 
 
-class _Untouched:
+class StateGuard:
     """Whether a model is as it was when this was made, by what :func:`state_of` looks at.
 
     The objects themselves are compared, not what they say: where they are the same ones the state is the same, and that takes
@@ -547,7 +556,7 @@ def _place_of(tensor: torch.Tensor) -> tuple[Hashable, ...]:
 # --- batches ----------------------------------------------------------------------------------------------------------
 
 
-def unfixed(*values: Any) -> str | None:
+def why_not_capturable(*values: Any) -> str | None:
     """What in ``values`` can neither lie at an address that stays nor be a part of a graph, in words; ``None`` if all can."""
     for path, value in _leaves(values):
         if isinstance(value, torch.Tensor):
@@ -573,7 +582,7 @@ def moved(value: Any, device: torch.device) -> Any:
 
 
 class FixedInputs:
-    """The tensors of a batch at addresses that stay, one set for each kind of batch; of more than :data:`MOST` the one that
+    """The tensors of a batch at addresses that stay, one set for each kind of batch; of more than :data:`MAX_KINDS` the one that
     was not used for longest is dropped.
 
     Args:
@@ -606,7 +615,7 @@ class FixedInputs:
             self._made += 1
             number, own = self._made, {path: torch.empty_like(t, device=device) for path, t in tensors.items()}
         self._sets[kind] = number, own
-        if len(self._sets) > MOST:
+        if len(self._sets) > MAX_KINDS:
             del self._sets[next(iter(self._sets))]
         for path, t in tensors.items():
             # Its owner may fill pinned memory anew as soon as we return; of other memory CUDA takes a copy by itself.

@@ -15,7 +15,15 @@ import torch
 import torch.nn.functional as F
 
 from kernelbook import arguments, runtime
-from kernelbook.train.capture import MOST, CapturedCalls, FixedInputs, Known, moved, plain, unfixed
+from kernelbook.train.capture import (
+    MAX_KINDS,
+    CapturedCalls,
+    Fingerprint,
+    FixedInputs,
+    moved,
+    plain,
+    why_not_capturable,
+)
 from kernelbook.train.optimizer import ChunkAdamW
 
 __all__ = ["PAD", "CapturedStep", "KeptGradients", "loss_of"]
@@ -94,7 +102,7 @@ class KeptGradients:
         if not capturing:
             self._ends.pop(key, None)
             self._ends[key] = found
-            if len(self._ends) > MOST:
+            if len(self._ends) > MAX_KINDS:
                 del self._ends[next(iter(self._ends))]
         return found
 
@@ -205,7 +213,7 @@ class CapturedStep:
         self._loss, self._warm, self._capture = loss, arguments.integer(op, "warm", warm, least=1), capture
         self._gradients = KeptGradients()
         self._lrs: list[torch.Tensor] = []
-        self._known = Known()
+        self._fingerprint = Fingerprint()
         self._device: torch.device | None = None
         self._place()
         # The hook is the optimizer's: it must not keep the step, and goes with it.
@@ -289,7 +297,7 @@ class CapturedStep:
             )
             for group in self.optimizer.param_groups
         )
-        return self._known(
+        return self._fingerprint(
             self.model,
             ("optimizer", groups),
             ("autocast", self._autocast()),
@@ -310,7 +318,7 @@ class CapturedStep:
         kwargs = self._padded(args, kwargs)
         first, last = self._micro == 0, self._micro == self.accumulate - 1
         self._settle_lrs()
-        why = unfixed(args, kwargs) if self._calls.captures else None
+        why = why_not_capturable(args, kwargs) if self._calls.captures else None
         if why is not None and self._calls.why_eager is None:
             self._calls.go_on_eagerly(why)
         fixed = self._calls.captures and why is None
