@@ -18,7 +18,7 @@ from kernelbook import runtime
 
 
 def mend() -> None:
-    """Has a kernel's numbers be numbers to Python too, as Triton 3.7 does."""
+    """Have a kernel's numbers be numbers to Python too, as Triton 3.7 does."""
     from triton.runtime import interpreter
 
     patch: Any = getattr(interpreter, "_patch_lang_tensor", None)
@@ -36,7 +36,7 @@ def mend() -> None:
 
 
 def _with_mask_of_bool(function: Callable[..., Any], place: int) -> Callable[..., Any]:
-    """A method of the interpreter's builder that is given a mask as its argument number ``place``."""
+    """Return a method of the interpreter's builder that is given a mask as its argument number ``place``."""
 
     @functools.wraps(function)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:

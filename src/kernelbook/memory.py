@@ -43,12 +43,12 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor) -> tor
 
 @functools.lru_cache(maxsize=4096)
 def _contiguous(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shape and the strides of a contiguous tensor, as tuples."""
+    """Return the shape and the strides of a contiguous tensor, as tuples."""
     return tuple(shape), tuple(math.prod(max(n, 1) for n in shape[i + 1 :]) for i in range(len(shape)))
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which values of ``dtype`` are summed: float64 for float64, float32 for all others."""
+    """Return the dtype in which values of ``dtype`` are summed: float64 for float64, float32 for all others."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

@@ -59,7 +59,7 @@ _dynamo_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
 
 def needs_dispatcher() -> bool:
-    """Whether PyTorch's dispatcher has something to add to every call: a compiler, mode, transform, trace or profiler."""
+    """Return whether PyTorch's dispatcher has something to add to every call: a compiler, mode, transform, trace or profiler."""
     return (
         torch.compiler.is_compiling() or _function_modes() > 0 or _profiling() or _trace() is not None
         or forward_ad._current_level >= 0 or _transform() is not None or _dispatch_modes() > 0
@@ -67,7 +67,7 @@ def needs_dispatcher() -> bool:
 
 
 def _is_plain(tensor: Any) -> bool:
-    """Whether a tensor is an ordinary dense one with data: the dispatcher knows what to do for all others."""
+    """Return whether a tensor is an ordinary dense one with data: the dispatcher knows what to do for all others."""
     return type(tensor) in PLAIN and not tensor.is_meta and not tensor.is_neg() and tensor.layout is torch.strided
 
 
@@ -257,7 +257,7 @@ class Op:
         return outputs
 
     def _given(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The arguments without ``record``, which no user passes."""
+        """Return the arguments without ``record``, which no user passes."""
         return args[:-1] if self._records else args
 
     def _in_autocast_dtype(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -341,7 +341,7 @@ class Op:
             )
 
     def _for_dispatcher(self, args: Sequence[Any], outputs: tuple[Any, ...]) -> Any:
-        """The outputs as an operator returns them: it cannot return ``None``."""
+        """Return the outputs as an operator returns them: it cannot return ``None``."""
         like = args[self._tensors[0]]
         found = tuple(empty((0,), like.dtype, like) if output is None else output for output in outputs)
         return found[0] if self._num_outputs == 1 else found if found else None

@@ -38,18 +38,18 @@ is_batched = torch._C._functorch.is_legacy_batchedtensor  # by autograd's is_gra
 
 
 def is_transformed() -> bool:
-    """Whether a call is compiled or one of ``torch.func``'s transforms or forward-mode differentiation is at work."""
+    """Return whether a call is compiled or one of ``torch.func``'s transforms or forward-mode differentiation is at work."""
     return torch.compiler.is_compiling() or forward_ad._current_level >= 0 or _transform() is not None
 
 
 def has_values(tensor: torch.Tensor) -> bool:
-    """Whether the host can read what is in a tensor: not on the meta device, of fake ones, and while a graph is traced."""
+    """Return whether the host can read what is in a tensor: not on the meta device, of fake ones, and while a graph is traced."""
     traced = _mode(_modes.FAKE) is not None or _mode(_modes.PROXY) is not None
     return not (tensor.is_meta or traced or hasattr(tensor, "fake_mode"))
 
 
 def allows_tf32() -> bool:
-    """Whether PyTorch is set to multiply float32 matrices in tf32, by any of its switches.
+    """Return whether PyTorch is set to multiply float32 matrices in tf32, by any of its switches.
 
     ``torch.backends.cuda.matmul.allow_tf32`` cannot be read once somebody has set the newer ``fp32_precision``; that one
     can be read either way.
@@ -58,12 +58,12 @@ def allows_tf32() -> bool:
 
 
 def precision(dtype: torch.dtype) -> str:
-    """How kernels multiply ``dtype`` (``input_precision`` of ``tl.dot``): only float32 has a choice, which is PyTorch's."""
+    """Return how kernels multiply ``dtype`` (``input_precision`` of ``tl.dot``): only float32 has a choice, which is PyTorch's."""
     return "tf32" if dtype == torch.float32 and allows_tf32() else "ieee"
 
 
 def strided(tensor: torch.Tensor | None, dims: int, stand_in: torch.Tensor | None = None) -> tuple[Any, ...]:
-    """A tensor that may be missing, and its ``dims`` strides, as a kernel's arguments.
+    """Return a tensor that may be missing, and its ``dims`` strides, as a kernel's arguments.
 
     Without one it is ``stand_in`` and zeros, for a kernel that wants a pointer which it won't touch. (For ``None`` Triton
     would compile a kernel of its own, with the same instructions, for which nothing is recorded.)
@@ -72,7 +72,7 @@ def strided(tensor: torch.Tensor | None, dims: int, stand_in: torch.Tensor | Non
 
 
 def reshaped(result: torch.Tensor, *shape: int) -> torch.Tensor:
-    """An operator's result in another shape, on the same memory.
+    """Return an operator's result in another shape, on the same memory.
 
     It is no view to autograd, which forbids ``y += residual`` on a view that an operator returned.
     """
@@ -80,7 +80,7 @@ def reshaped(result: torch.Tensor, *shape: int) -> torch.Tensor:
 
 
 def has_aligned_rows(tensor: torch.Tensor) -> bool:
-    """Whether the last dimension is contiguous and all rows begin on 16 bytes, one after the other.
+    """Return whether the last dimension is contiguous and all rows begin on 16 bytes, one after the other.
 
     Then rows are loaded in pieces of 16 bytes, and a tensor descriptor can read them.
     """
@@ -95,7 +95,7 @@ def aligned_steps(strides: tuple[int, ...], size: int) -> bool:
 
 
 def without_autocast(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
-    """A context without autocast on the tensor's device.
+    """Return a context without autocast on the tensor's device.
 
     Within an operator dtypes are settled; autocast would lower those of a backward pass that runs under it.
     """
@@ -106,12 +106,12 @@ def without_autocast(tensor: torch.Tensor) -> contextlib.AbstractContextManager[
 
 
 def with_versions(*tensors: torch.Tensor | None) -> tuple[tuple[torch.Tensor, int], ...]:
-    """The tensors (``None`` aside) that a backward pass keeps without autograd, for :func:`check_versions`."""
+    """Return the tensors (``None`` aside) that a backward pass keeps without autograd, for :func:`check_versions`."""
     return tuple((tensor, _version(tensor)) for tensor in tensors if tensor is not None)
 
 
 def check_versions(kept: Iterable[tuple[torch.Tensor, int]]) -> None:
-    """Raises what PyTorch raises where a tensor that a backward pass needs was changed in place since it was kept."""
+    """Raise what PyTorch raises where a tensor that a backward pass needs was changed in place since it was kept."""
     for tensor, version in kept:
         if _version(tensor) != version:
             raise RuntimeError(
@@ -121,7 +121,7 @@ def check_versions(kept: Iterable[tuple[torch.Tensor, int]]) -> None:
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """How often the tensor's memory was changed in place; PyTorch does not count that of inference mode."""
+    """Return how often the tensor's memory was changed in place; PyTorch does not count that of inference mode."""
     return 0 if tensor.is_inference() else tensor._version
 
 

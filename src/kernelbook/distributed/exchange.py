@@ -66,7 +66,7 @@ class _Message(NamedTuple):
 
 @functools.cache
 def _offsets(hidden: int, top_k: int, dtype: torch.dtype, gates: torch.dtype) -> tuple[int, int, int]:
-    """Where weights and ids begin in a message, and where it ends, in bytes."""
+    """Return where weights and ids begin in a message, and where it ends, in bytes."""
 
     def up(size: int) -> int:
         return -(-size // ALIGNED) * ALIGNED
@@ -82,7 +82,7 @@ INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """What kernels that copy are given: to the interpreter integers, since a launch would widen bfloat16 there."""
+    """Return what kernels that copy are given: to the interpreter integers, since a launch would widen bfloat16 there."""
     return tensor.view(INTEGERS[tensor.element_size()]) if runtime.INTERPRET else tensor
 
 
@@ -154,7 +154,7 @@ def _send(
     message: _Message, x: torch.Tensor, gates: torch.Tensor, ids: torch.Tensor, places: torch.Tensor,
     firsts: torch.Tensor, counts: torch.Tensor, num_experts: int, share: int,
 ) -> torch.Tensor:  # fmt: skip
-    """Fills the message; the rows that tokens have in it, (T, n)."""
+    """Fill the message; return the rows that tokens have in it, (T, n)."""
     (tokens, top_k), hidden = ids.shape, x.shape[1]
     of_message = torch.empty_like(places)
     if tokens == 0:
@@ -230,7 +230,7 @@ def _own(message: _Message, first: int, own: int, num_experts: int) -> tuple[tor
 
 
 class _DispatchPlan:
-    """Where tokens go: what the forward pass finds, and the backward pass follows."""
+    """Plan of a dispatch, which the forward pass makes and the backward pass follows: where tokens go."""
 
     sent: list[int]  # rows to each rank
     received: list[int]  # and from each
@@ -311,7 +311,7 @@ class _Combine(torch.autograd.Function):
 
 
 def wait_for_counts(counts: torch.Tensor) -> list[Any]:
-    """The counts on the host. **The host waits for the device here**, once in a forward pass of a layer, and nowhere else.
+    """Return the counts on the host. **The host waits for the device here**, once in a forward pass of a layer, and nowhere else.
 
     PyTorch's collectives take the sizes of their messages from the host.
     """

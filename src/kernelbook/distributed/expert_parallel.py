@@ -28,7 +28,7 @@ GRADIENTS = ("mean", "sum")
 
 @dataclasses.dataclass(frozen=True)
 class _Share:
-    """What a module that is expert-parallel knows of it: all experts, those of a rank at most, and the mesh."""
+    """The share of an expert-parallel module: all experts, those of a rank at most, and the mesh."""
 
     num_experts: int
     size: int
@@ -127,7 +127,7 @@ class ExpertParallel(ParallelStyle):
 
 
 def _sharded(module: torch.nn.Module, num_experts: int) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Parameter]]:
-    """The parameters that have a row an expert, with the modules that own them."""
+    """Return the parameters that have a row an expert, with the modules that own them."""
     owners = [module, *getattr(module, "parametrizations", {}).values()]
     owners += [parts[0] for parts in getattr(module, "parametrizations", {}).values()]
     for owner in owners:

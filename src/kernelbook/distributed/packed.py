@@ -21,7 +21,7 @@ NESTED_BLOCK = 256  # absmax values that share one nested absmax
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A sharded tensor that is read outside its module's forward pass is gathered, by all ranks."""
+    """Gather a sharded tensor that is read outside its module's forward pass, on all ranks."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -73,7 +73,7 @@ def _own_scales(q: NF4Tensor) -> NF4Tensor:
 
 
 def by_expert(module: torch.nn.Module) -> int:
-    """Lays out every 4-bit parameter in ``module`` by expert, see above; returns how many. A second call changes nothing.
+    """Lay out every 4-bit parameter in ``module`` by expert, see above; return how many. A second call changes nothing.
 
     Outputs do not change. The state dict does: packed bytes and scales have a row an expert. A model that is to load a
     checkpoint of a sharded one, on any number of ranks or on one GPU, goes through here first. With double quantization, in

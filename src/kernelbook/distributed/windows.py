@@ -45,7 +45,7 @@ def _up(size: int) -> int:
 
 
 class _Layout(NamedTuple):
-    """Where the parts of a window begin, in bytes: counts of rows, rows (n, capacity, H), weights and ids (n, capacity, k)."""
+    """Offsets of the parts of a window, in bytes: counts of rows, rows (n, capacity, H), weights and ids (n, capacity, k)."""
 
     capacity: int
     rows: int
@@ -111,7 +111,7 @@ class Windows:
         return [part.data_ptr() for part in mapped]
 
     def _mapped(self, size: int) -> list[torch.Tensor]:
-        """A file of zeros of each rank, in the memory of all."""
+        """Return a file of zeros of each rank, in the memory of all."""
         group = self._group()
         names = [tempfile.mkdtemp(prefix="kernelbook-") if self.rank == 0 else ""]
         dist.broadcast_object_list(names, group=group, group_src=0)
@@ -128,7 +128,7 @@ class Windows:
         return mapped
 
     def max_tokens_over_ranks(self, tokens: int) -> int:
-        """The most tokens that a rank brings to this call: hosts wait here for each other's call, and for no device."""
+        """Return the most tokens that a rank brings to this call: hosts wait here for each other's call, and for no device."""
         self._calls += 1
         call, side, found = self._calls << 32, self._calls % 2, tokens
         self._told[self.rank][side] = call | tokens
@@ -149,7 +149,7 @@ class Windows:
         return found
 
     def view(self, window: int, at: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A part of this rank's own window."""
+        """Return a part of this rank's own window."""
         found = self._views.get((window, at, shape, dtype))
         if found is None:
             if len(self._views) >= 4096:
@@ -166,7 +166,7 @@ _named: dict[str, Callable[[], Any]] = {}
 
 
 def windows_of(group: dist.ProcessGroup, device: torch.device) -> Windows | None:
-    """The windows of the group; ``None`` where its ranks cannot reach each other's memory. A collective, the first time."""
+    """Return the windows of the group; ``None`` where its ranks cannot reach each other's memory. A collective, the first time."""
     if group not in _found:
         index = torch.cuda.current_device() if device.type == "cuda" else 0
         about = (socket.gethostname(), _boot(), os.environ.get("CUDA_VISIBLE_DEVICES"), device.type)
@@ -198,7 +198,7 @@ def _boot() -> str:
 
 
 class _WindowDispatchPlan:
-    """Where tokens go: what the forward pass finds, and the backward pass follows. ``capacity`` (C): the most tokens of a rank."""
+    """Plan of a dispatch, which the forward pass makes and the backward pass follows: where tokens go. ``capacity`` (C): the most tokens of a rank."""
 
     places: torch.Tensor  # (T, n): rank * capacity + row there, or -1
     counts: torch.Tensor  # (n,) int32, rows from each rank

@@ -364,7 +364,7 @@ SUM_CONFIG = triton.Config({"BLOCK_G": 64, "BLOCK_N": 16}, num_warps=4)
 
 
 def plan_forward(n: int, itemsize: int, properties: runtime.DeviceProperties) -> triton.Config | None:
-    """The tiles for rows of ``n`` elements of ``itemsize`` bytes, or ``None`` where a row is too large for registers.
+    """Return the tiles for rows of ``n`` elements of ``itemsize`` bytes, or ``None`` where a row is too large for registers.
 
     One tile: two rows or 2,048 elements, whichever is more, and 32 elements a thread: loads enough in flight, and registers
     few enough for several programs on a multiprocessor, which hide each other's latency. A long row that leaves a quarter of
@@ -382,7 +382,7 @@ def plan_forward(n: int, itemsize: int, properties: runtime.DeviceProperties) ->
 
 
 def looped_config(itemsize: int) -> triton.Config:
-    """The tile of a row that is looped over: 16 bytes a thread and load, two loads in flight."""
+    """Return the tile of a row that is looped over: 16 bytes a thread and load, two loads in flight."""
     return triton.Config({"BLOCK_N": 16384 // max(itemsize, 4)}, num_warps=8)
 
 
@@ -412,7 +412,7 @@ def _fits(config: triton.Config, needs: tuple[int, float], properties: runtime.D
 def _backward_config(
     n: int, itemsize: int, aligned: bool, sums: int, added: bool, properties: runtime.DeviceProperties
 ) -> triton.Config | None:
-    """The tiles for rows of ``n`` elements that fit the GPU, or ``None`` where a row has to be looped over.
+    """Return the tiles for rows of ``n`` elements that fit the GPU, or ``None`` where a row has to be looped over.
 
     A thread loads 8 elements of a tile, 16 bytes in the 16-bit dtypes, and a row is as many tiles as it needs. Four
     warps (in float32 eight, for the registers) and two programs on a multiprocessor for short rows, eight warps and the
@@ -462,7 +462,7 @@ class BackwardPlan:
 def plan_backward(
     n: int, itemsize: int, aligned: bool, sums: int, added: bool, properties: runtime.DeviceProperties
 ) -> BackwardPlan:
-    """How the gradients of rows of ``n`` elements are computed; without ``NUM_BLOCKS`` and ``SPLIT`` a row is looped over.
+    """Return how the gradients of rows of ``n`` elements are computed; without ``NUM_BLOCKS`` and ``SPLIT`` a row is looped over.
 
     ``sums`` is how many sums over the rows there are: two of LayerNorm, one of RMSNorm. ``added``: whether the gradient of
     the sum with a residual is added to dx. As many programs as run at the same time, so that none waits.
@@ -479,7 +479,7 @@ def plan_backward(
 
 
 def backward_programs(m: int, plan: BackwardPlan, properties: runtime.DeviceProperties) -> int:
-    """How many programs walk over the ``m`` rows: one for a few, which can then write the sums itself."""
+    """Return how many programs walk over the ``m`` rows: one for a few, which can then write the sums itself."""
     tiles = -(-m // plan.config.kwargs["BLOCK_M"])
     if tiles <= FEW_TILES:
         return 1

@@ -51,7 +51,7 @@ def _linear_fwd_kernel(  # type: ignore[no-untyped-def]
 
 
 def tiles(n: int, itemsize: int, properties: runtime.DeviceProperties) -> triton.Config:
-    """The tiles for a weight of ``n`` features; a wide one, such as a vocabulary's, has programs enough of wider ones."""
+    """Return the tiles for a weight of ``n`` features; a wide one, such as a vocabulary's, has programs enough of wider ones."""
     blocks = {"BLOCK_M": 64, "BLOCK_N": 64 if n < 8192 else 128, "BLOCK_K": 64, "GROUP": 8}
     if itemsize == 8:
         return triton.Config(blocks | {"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_K": 16}, num_warps=4, num_stages=2)

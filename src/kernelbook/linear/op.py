@@ -42,7 +42,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 def product(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None, *, out: torch.Tensor) -> torch.Tensor:
-    """Fills out (M, N) with x (M, K) w (K, N) + bias: by these kernels within ``same_bits``, else by PyTorch."""
+    """Fill out (M, N) with x (M, K) w (K, N) + bias: by these kernels within ``same_bits``, else by PyTorch."""
     if not runtime.in_same_bits():
         return torch.mm(x, w, out=out) if bias is None else torch.addmm(bias, x, w, out=out)
     (m, k), n = x.shape, w.shape[1]

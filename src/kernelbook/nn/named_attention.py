@@ -58,7 +58,7 @@ def encode_mask(lengths: torch.Tensor, window: int | None) -> torch.Tensor:
 
 
 def boolean_mask(mask: torch.Tensor | None, n: int, s: int) -> torch.Tensor | None:
-    """The mask for others: (B or 1, 1, N, S) booleans for one that is stated as above; any other as it is."""
+    """Return the mask for others: (B or 1, 1, N, S) booleans for one that is stated as above; any other as it is."""
     if mask is None or not is_stated(mask):
         return mask
     lengths, window = decode_mask(mask)
@@ -70,7 +70,7 @@ def boolean_mask(mask: torch.Tensor | None, n: int, s: int) -> torch.Tensor | No
 
 
 def asked_for(others: dict[str, Any]) -> list[str]:
-    """The keywords by which a module asks for more than plain attention: a soft cap, sinks, a bias, or whatever comes next."""
+    """Return the keywords that ask for more than plain attention: a soft cap, sinks, a bias, or whatever comes next."""
     return [name for name, value in others.items() if name not in NEUTRAL and value is not None and value is not False]
 
 

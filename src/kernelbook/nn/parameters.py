@@ -42,7 +42,7 @@ class NF4Parametrization(torch.nn.Module):
             self.register_buffer(name, part if whole else part.clone())
 
     def tensor(self, packed: torch.Tensor) -> NF4Tensor:
-        """The 4-bit tensor with these bytes; everything is shared."""
+        """Return the 4-bit tensor with these bytes; everything is shared."""
         parts = {name: getattr(self, name) for name in self.PARTS}
         return NF4Tensor(
             packed=packed.detach(),
@@ -95,7 +95,7 @@ class _Stack(parametrize.ParametrizationList):
 def quantize_parameter(
     module: torch.nn.Module, name: str, *, block_size: int = 64, double_quant: bool = False
 ) -> NF4Tensor:
-    """Replaces the parameter ``module.name`` by its 4-bit form and freezes it; the dense one is given up.
+    """Replace the parameter ``module.name`` by its 4-bit form and freeze it; the dense one is given up.
 
     ``module.name`` can be read as before and is dequantized at each reading.
 
@@ -110,7 +110,7 @@ def quantize_parameter(
 
 
 def quantizable(module: torch.nn.Module, name: str, block_size: int) -> torch.Tensor:
-    """The dense ``module.name``; raises as :func:`quantize_parameter` does. Who quantizes several asks for all of them first."""
+    """Return the dense ``module.name``, or raise as :func:`quantize_parameter`. Ask for all of several before the first is quantized."""
     if parametrize.is_parametrized(module, name):
         raise ValueError(f"quantize_parameter: {name} must not be parametrized, but it is")
     parameter = module._parameters.get(name)
@@ -121,7 +121,7 @@ def quantizable(module: torch.nn.Module, name: str, block_size: int) -> torch.Te
 
 
 def store_parameter(module: torch.nn.Module, name: str, q: NF4Tensor, *, transposed: bool = False) -> None:
-    """Puts ``q`` in the place of the parameter ``module.name``, which is given up; ``transposed``: see the parametrization."""
+    """Put ``q`` in the place of the parameter ``module.name``, which is given up; ``transposed``: see the parametrization."""
     packed, parametrization = (
         torch.nn.Parameter(q.packed, requires_grad=False),
         NF4Parametrization(q, transposed=transposed),
@@ -134,7 +134,7 @@ def store_parameter(module: torch.nn.Module, name: str, q: NF4Tensor, *, transpo
 
 
 def _reduces(kind: type[torch.nn.Module]) -> None:
-    """Makes modules of the class that PyTorch has made for one parametrized module copied and pickled by :func:`_reduce`."""
+    """Make modules of the class that PyTorch has made for one parametrized module copied and pickled by :func:`_reduce`."""
     kind.__reduce_ex__ = _reduce  # type: ignore[assignment, method-assign]
     # PyTorch's own copies share the class: whoever made a parameter of one dense would take it from all.
     if "__deepcopy__" in kind.__dict__:
@@ -142,7 +142,7 @@ def _reduces(kind: type[torch.nn.Module]) -> None:
 
 
 def _reduce(module: torch.nn.Module, protocol: Any) -> tuple[Any, ...]:
-    """How a module with 4-bit parameters is pickled, which PyTorch refuses, and copied: the new one has a class of its own."""
+    """Return how to pickle and copy a module with 4-bit parameters, which PyTorch refuses: the new one has a class of its own."""
     names = tuple(module.parametrizations)  # type: ignore[arg-type]
     return _parametrized, (type(module).__bases__[0], names), dict(module.__dict__)
 
@@ -157,14 +157,14 @@ def _parametrized(kind: type[torch.nn.Module], names: tuple[str, ...]) -> torch.
 
 
 def is_stored_transposed(module: torch.nn.Module, name: str) -> bool:
-    """Whether :func:`stored_weight` gives (E, N, K) where ``module.name`` is (E, K, N)."""
+    """Return whether :func:`stored_weight` gives (E, N, K) where ``module.name`` is (E, K, N)."""
     if not parametrize.is_parametrized(module, name):
         return False
     return bool(getattr(module.parametrizations[name][0], "transposed", False))  # type: ignore[index]
 
 
 def dense_parameter(module: torch.nn.Module, name: str, value: torch.Tensor) -> None:
-    """Puts a dense ``value`` in the place of a 4-bit parameter, which is given up."""
+    """Put a dense ``value`` in the place of a 4-bit parameter, which is given up."""
     parametrize.remove_parametrizations(module, name, leave_parametrized=False)
     delattr(module, name)
     module.register_parameter(name, torch.nn.Parameter(value, requires_grad=False))

@@ -54,7 +54,7 @@ class ClampedSwiGLU:
         return _swiglu(h, self.alpha, self.limit)  # type: ignore[no-any-return]
 
     def reference(self, h: torch.Tensor) -> torch.Tensor:
-        """The same in plain PyTorch."""
+        """Return the same in plain PyTorch."""
         gate, up = h[..., ::2].clamp(max=self.limit), h[..., 1::2].clamp(-self.limit, self.limit)
         return gate * torch.sigmoid(self.alpha * gate) * (up + 1)
 

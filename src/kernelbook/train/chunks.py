@@ -98,7 +98,7 @@ class Layout:
 
 
 def chunk_norms(grad: torch.Tensor, *, chunk_size: int = 64, out: torch.Tensor | None = None) -> torch.Tensor:
-    """The Euclidean norm of each chunk of rows of a gradient.
+    """Return the Euclidean norm of each chunk of rows of a gradient.
 
     Of the compact gradient of A active chunks it reads what was just written, and nothing of the inactive ones.
 
@@ -158,7 +158,7 @@ def knn_scores(
     eps: float = 1e-6,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The norm of each chunk: as observed if that was lately, else as its nearest neighbours among those that were.
+    """Return the norm of each chunk: as observed if that was lately, else as its nearest neighbours among those that were.
 
     The prediction is the mean of the ``k`` nearest lately observed chunks of the same layer, weighted by
     ``1 / (squared distance + eps)``. Without any it is what was observed longer ago; infinite for what never was.
@@ -245,7 +245,7 @@ def top_chunks(
     step: torch.Tensor | None = None,
     seed: int = 0,
 ) -> torch.Tensor:
-    """Writes the ids of each layer's best chunks into ``ids``, best first; of equal ones the first.
+    """Write the ids of each layer's best chunks into ``ids``, best first; of equal ones the first.
 
     Args:
         scores: (N,) float32; NaN counts as infinite. ``None``: chunks are drawn at random, by ``seed`` and ``step``.
@@ -286,7 +286,7 @@ def top_chunks(
 
 
 def top_chunks_reference(scores: torch.Tensor, counts: Sequence[int], active: Sequence[int]) -> torch.Tensor:
-    """The ids that :func:`top_chunks` writes for all slots of a layout, in plain PyTorch."""
+    """Return the ids that :func:`top_chunks` writes for all slots of a layout, in plain PyTorch."""
     scores = scores.nan_to_num(nan=float("inf"), posinf=float("inf"), neginf=float("-inf"))
     parts = scores.split(list(counts))
     return torch.cat([p.sort(descending=True, stable=True).indices[:a] for p, a in zip(parts, active, strict=True)])

@@ -72,7 +72,7 @@ class Corpus:
 
     @property
     def bytes(self) -> int:
-        """The size in UTF-8."""
+        """Return the size in UTF-8."""
         return sum(len(text.encode()) for _, text in self.documents)
 
     def split(self) -> tuple["Corpus", "Corpus"]:
@@ -114,7 +114,7 @@ def _sources() -> Iterable[tuple[str, str]]:
 
 
 def _sections(name: str, text: str) -> list[tuple[str, str]]:
-    """One file as documents: runs of paragraphs of about a twentieth of it, since a split needs something to part."""
+    """Return one file as documents: runs of paragraphs of about a twentieth of it, since a split needs something to part."""
     paragraphs = text.split("\n\n")
     if len(paragraphs) < 2:
         raise ValueError(f"Corpus: text must have at least two paragraphs (with an empty line between), got {name}")
@@ -175,7 +175,7 @@ def _package(name: str) -> Any:
 
 
 def book_encoding(corpus: Corpus, vocab_size: int) -> Any:
-    """A ``tiktoken.Encoding`` of ``vocab_size`` tokens trained on ``corpus``, the last one :data:`END`; kept on disk.
+    """Return a ``tiktoken.Encoding`` of ``vocab_size`` tokens trained on ``corpus``, the last one :data:`END`; kept on disk.
 
     Raises ``ValueError`` for less than 257 tokens.
     """
