@@ -13,26 +13,6 @@ from torch.autograd import forward_ad
 from kernelbook import runtime
 from kernelbook.tensors import has_values, is_transformed
 
-__all__ = [
-    "FLOATING",
-    "autocast_dtype",
-    "check_alike",
-    "check_choice",
-    "check_dtype",
-    "check_fields",
-    "check_index_values",
-    "check_indices",
-    "check_linear",
-    "check_same_device",
-    "check_same_dtype",
-    "check_shape",
-    "check_tensor",
-    "in_autocast_dtype",
-    "integer",
-    "number",
-    "once",
-]
-
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -140,24 +120,19 @@ def check_shape(op: str, name: str, value: torch.Tensor, shape: Sequence[int]) -
 
 def check_same_device(op: str, **tensors: torch.Tensor | None) -> None:
     """Raise a ``ValueError`` unless all tensors (``None`` aside) are on the device of the first."""
-    present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    first, *others = present
-    for name in others:
-        if present[name].device != present[first].device:
-            raise ValueError(
-                f"{op}: {name} must be on the device of {first} ({present[first].device}), got {present[name].device}"
-            )
+    _check_same(op, tensors, "device", "be on", ValueError)
 
 
 def check_same_dtype(op: str, **tensors: torch.Tensor | None) -> None:
     """Raise a ``TypeError`` unless all tensors (``None`` aside) have the dtype of the first."""
-    present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    first, *others = present
-    for name in others:
-        if present[name].dtype != present[first].dtype:
-            raise TypeError(
-                f"{op}: {name} must have the dtype of {first} ({present[first].dtype}), got {present[name].dtype}"
-            )
+    _check_same(op, tensors, "dtype", "have", TypeError)
+
+
+def _check_same(op: str, tensors: dict[str, Any], what: str, verb: str, error: type[Exception]) -> None:
+    (first, expected), *others = ((name, getattr(t, what)) for name, t in tensors.items() if t is not None)
+    for name, got in others:
+        if got != expected:
+            raise error(f"{op}: {name} must {verb} the {what} of {first} ({expected}), got {got}")
 
 
 def check_linear(op: str, x: object, name: str, weight: object) -> None:

@@ -1,4 +1,4 @@
-"""What Triton's interpreter needs, and compiled kernels do not: no measured row depends on this file.
+"""Mends of Triton's interpreter, which compiled kernels do not need: no measured row depends on this file.
 
 On a newer NumPy: Triton 3.6 takes an array of one element for a number, NumPy 2.4 does not, and a loop up to a number that a
 kernel is given failed. Masks of truth values: "&" of a number and a tile gives integers, which loads refuse from Triton 3.9 on.

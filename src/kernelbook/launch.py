@@ -16,17 +16,6 @@ import triton
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-__all__ = [
-    "OPTIONS",
-    "AutotunedLaunch",
-    "Block",
-    "Descriptor",
-    "Launch",
-    "block",
-    "cdiv",
-    "launcher",
-]
-
 
 def cdiv(a: int, b: int) -> int:
     """``triton.cdiv``, without the wrapper that lets kernels call it too: the host's time counts for small problems."""
@@ -35,7 +24,7 @@ def cdiv(a: int, b: int) -> int:
 
 # --- the launcher ---------------------------------------------------------------------------------------------------
 
-# Whether a product and a sum become one instruction is part of what a kernel computes: no version's default decides it.
+# FMA contraction is pinned: it is part of what a kernel computes, and no version's default decides it.
 OPTIONS = {"enable_fp_fusion": True}
 _RUN = JITFunction.run
 _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)

@@ -13,15 +13,6 @@ from kernelbook import runtime  # before Triton, which it sets up
 # isort: split
 import triton.language as tl
 
-__all__ = [
-    "CAPTURED_COUNTERS",
-    "COUNTERS",
-    "accumulator",
-    "counters",
-    "empty",
-    "tl_accumulator",
-]
-
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))  # the classes of tensors that nobody has derived from
 _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -59,7 +50,7 @@ def tl_accumulator(dtype: torch.dtype) -> tl.dtype:
 
 # --- counters -------------------------------------------------------------------------------------------------------
 
-# Counters that are zero, as each launch leaves them: by device and stream, and (without a stream) for captured graphs.
+# Self-resetting semaphores, zero again after each launch: by device and stream, and (without a stream) for captured graphs.
 _counters: dict[tuple[int, int | None], torch.Tensor] = {}
 _counters_lock = threading.Lock()  # two threads may capture at once
 COUNTERS, CAPTURED_COUNTERS = 2**12, 2**18

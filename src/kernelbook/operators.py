@@ -31,8 +31,6 @@ from kernelbook import arguments, runtime
 from kernelbook.memory import PLAIN, empty
 from kernelbook.tensors import check_versions, fp32_precision, with_versions, without_autocast
 
-__all__ = ["NAMESPACE", "Op", "forget_plans", "needs_dispatcher", "part_of_plans"]
-
 NAMESPACE = "kernelbook"
 
 

@@ -41,32 +41,6 @@ from unittest import mock
 import torch
 from torch.compiler import is_dynamo_compiling
 
-__all__ = [
-    "COMPILE_ONLY",
-    "DEVICE",
-    "HAS_GPU",
-    "INTERPRET",
-    "TARGETS",
-    "TOO_OLD",
-    "TRIED_TRITON",
-    "TRITON_IS_TRIED",
-    "DeviceProperties",
-    "autotune_enabled",
-    "cache_dir",
-    "compiling_for",
-    "debug_enabled",
-    "device_slug",
-    "ensure_context",
-    "free_bytes",
-    "half_dtype",
-    "in_same_bits",
-    "kernel_dtype",
-    "on_device_of",
-    "properties",
-    "same_bits",
-    "slug",
-]
-
 
 def _has_gpu() -> bool:
     """``torch.cuda.is_available()``, without a CUDA context: a process that has one cannot fork workers that use CUDA.

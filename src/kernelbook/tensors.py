@@ -1,4 +1,4 @@
-"""What the rooms ask of tensors on the host: alignment, strides, shapes, and how float32 is multiplied."""
+"""Tensors on the host: alignment, strides, shapes, versions, and how float32 is multiplied."""
 
 import contextlib
 import functools
@@ -9,24 +9,9 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-__all__ = [
-    "allows_tf32",
-    "check_versions",
-    "fp32_precision",
-    "has_aligned_rows",
-    "has_values",
-    "is_batched",
-    "is_transformed",
-    "matrix",
-    "precision",
-    "reshaped",
-    "strided",
-    "with_versions",
-    "without_autocast",
-]
-
 _getter: Any = getattr(torch._C, "_get_fp32_precision_getter", None)
-# How PyTorch is set to multiply float32: what its own switch asks, where it is there.
+# How PyTorch is set to multiply float32, by any of its switches: what its own one asks, where it is there.
+# ``torch.backends.cuda.matmul.allow_tf32`` cannot be read once somebody has set the newer ``fp32_precision``.
 fp32_precision: Callable[[], str] = (
     functools.partial(_getter, "cuda", "matmul") if _getter else lambda: torch.backends.cuda.matmul.fp32_precision
 )
@@ -48,18 +33,9 @@ def has_values(tensor: torch.Tensor) -> bool:
     return not (tensor.is_meta or traced or hasattr(tensor, "fake_mode"))
 
 
-def allows_tf32() -> bool:
-    """Return whether PyTorch is set to multiply float32 matrices in tf32, by any of its switches.
-
-    ``torch.backends.cuda.matmul.allow_tf32`` cannot be read once somebody has set the newer ``fp32_precision``; that one
-    can be read either way.
-    """
-    return fp32_precision() == "tf32"
-
-
 def precision(dtype: torch.dtype) -> str:
     """Return how kernels multiply ``dtype`` (``input_precision`` of ``tl.dot``): only float32 has a choice, which is PyTorch's."""
-    return "tf32" if dtype == torch.float32 and allows_tf32() else "ieee"
+    return "tf32" if dtype == torch.float32 and fp32_precision() == "tf32" else "ieee"
 
 
 def strided(tensor: torch.Tensor | None, dims: int, stand_in: torch.Tensor | None = None) -> tuple[Any, ...]:
