@@ -131,7 +131,7 @@ class _Windows(windows.Windows):
         self.memory, self._views, self.barrier = memory[rank], {}, lambda: None
         begin = torch.tensor([m.data_ptr() for m in memory], dtype=torch.int64, device=self.device)
         self.addresses = begin, begin + size
-        self.most = lambda tokens: most  # type: ignore[method-assign]
+        self.max_tokens_over_ranks = lambda tokens: most  # type: ignore[method-assign]
 
     def view(self, *part: Any) -> torch.Tensor:
         """A part in memory of its own, which ends where it ends: kernels read it, and write to addresses."""

@@ -87,7 +87,7 @@ def shared(hidden, slots, dtype, gates_dtype):
     x, gates = torch.empty(64, hidden, dtype=dtype), torch.empty(64, slots, dtype=gates_dtype)
     ids, addresses = torch.zeros(64, slots, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
     view = lambda window, at, shape, dtype: torch.empty(shape, dtype=dtype)
-    space = SimpleNamespace(rank=2, ranks=4, addresses=(addresses, addresses), ensure=lambda size: None, view=view, most=int)
+    space = SimpleNamespace(rank=2, ranks=4, addresses=(addresses, addresses), ensure=lambda size: None, view=view, max_tokens_over_ranks=int)
     way = windows._WindowDispatchPlan(space, ids, 128, 32)
     layout = way.layout(x, gates)
     way.places, _ = exchange._place(ids, 128, 32, 4, None, addresses, 2, layout.capacity)

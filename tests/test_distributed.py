@@ -237,7 +237,9 @@ def test_a_host_that_is_a_call_ahead_is_understood() -> None:
 def test_a_window_is_as_large_as_its_parts() -> None:
     """Counts, then rows, weights and ids of as many tokens as a rank brings at most, from each rank."""
     ensured: list[int] = []
-    three: Any = types.SimpleNamespace(rank=0, ranks=3, most=lambda tokens: tokens, ensure=ensured.append)
+    three: Any = types.SimpleNamespace(
+        rank=0, ranks=3, max_tokens_over_ranks=lambda tokens: tokens, ensure=ensured.append
+    )
     way = windows._WindowDispatchPlan(three, torch.zeros(64, 2, dtype=torch.int64), 6, 2)
     found = way.layout(torch.empty(64, 16), torch.empty(64, 2))
     rows, slots = 3 * 64 * 16 * 4, 3 * 64 * 2 * 4

@@ -92,8 +92,9 @@ def _plan_launch(kernel: Any, h: torch.Tensor, alpha: float | None, limit: float
     height = 1 if h.dtype == torch.float64 else kernels.ROWS  # its exponential takes many registers
     clamp = {} if alpha is None else {"ALPHA": alpha, "LIMIT": limit}
     launch = launcher(
-        kernel, **clamp, ACC=tl_accumulator(h.dtype), ROWS=height, BLOCK_I=kernels.BLOCK_I, num_warps=kernels.WARPS
-    )
+        kernel, **clamp, ACC=tl_accumulator(h.dtype), ROWS=height, BLOCK_I=kernels.BLOCK_I, num_warps=kernels.WARPS,
+        repeatable=True,
+    )  # fmt: skip
     return _Plan(launch, (cdiv(rows, height), cdiv(inner, kernels.BLOCK_I)))
 
 

@@ -131,7 +131,9 @@ def chunk_norms(grad: torch.Tensor, *, chunk_size: int = 64, out: torch.Tensor |
     config = kernels.NORMS_CONFIG
     parts = cdiv(d, config.kwargs["BLOCK_D"])
     partial = torch.empty((chunks, parts), dtype=torch.float32, device=grad.device)
-    launch = launcher(kernels._chunk_norms_kernel, CHUNK=chunk_size, **config.kwargs, num_warps=config.num_warps)
+    launch = launcher(
+        kernels._chunk_norms_kernel, CHUNK=chunk_size, **config.kwargs, num_warps=config.num_warps, repeatable=True
+    )
     launch((chunks, parts), grad, grad.stride(0), partial, rows, d)
     return torch.linalg.vector_norm(partial, dim=1, out=out)
 
@@ -189,7 +191,9 @@ def knn_scores(
     scores = torch.empty(n, device=norms.device, dtype=torch.float32) if out is None else out
     block_c = max(16, triton.next_power_of_2(longest))
     block_q = max(1, min(16, kernels.KNN_TILE // block_c))
-    launch = launcher(kernels._knn_scores_kernel, K=k, EPS=eps, BLOCK_Q=block_q, BLOCK_C=block_c, num_warps=4)
+    launch = launcher(
+        kernels._knn_scores_kernel, K=k, EPS=eps, BLOCK_Q=block_q, BLOCK_C=block_c, num_warps=4, repeatable=True
+    )
     launch(
         (cdiv(longest, block_q), starts.shape[0] - 1),
         features.contiguous(), norms.contiguous(), seen.contiguous(), step, scores, starts.contiguous(),
