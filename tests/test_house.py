@@ -19,7 +19,7 @@ ABOVE_THE_ROOMS = {"study", "nn", "distributed", "train", "interop", "lab"}
 DOORS = {
     "reference.py": {"kernelbook": set(), "outside": {"torch"}},
     "kernels.py": {
-        "kernelbook": {"runtime", "resources", "packed", "tiles", "gluon_names"},
+        "kernelbook": {"runtime", "packed", "tiles", "gluon_names"},
         "outside": {"torch", "triton"},
     },
     "op.py": {
@@ -48,8 +48,8 @@ DOORS_THAT_MAY_BE = {
         ("launches.py", "backward.py", "routing.py", "grouped.py", "lora.py", "pages.py", "packing.py"), DOORS["op.py"]
     ),
 }
-# What kernels of several rooms call, the product that several rooms launch, and
-SHARED_BY_KERNELS = {"linear.py", "tiles.py", "packed/kernels.py", "packed/kernels_nvidia.py"}
+# What kernels of several rooms call, and the product that several rooms launch.
+SHARED_BY_KERNELS = {"linear/kernels.py", "tiles.py", "packed/kernels.py", "packed/kernels_nvidia.py"}
 OWN_MODULES = {
     "reference.py": set(),
     "kernels.py": set(),
@@ -130,7 +130,7 @@ def test_imports_keep_the_rules() -> None:
         ("layer_norm/kernels.py", "from kernelbook import check"),
         ("layer_norm/kernels.py", "from kernelbook.lab import timing"),
         ("interop/transformers.py", "from kernelbook.lab import profiling"),
-        ("resources.py", "import kernelbook.lab.timing"),
+        ("tensors.py", "import kernelbook.lab.timing"),
         ("layer_norm/kernels.py", "from kernelbook import launch"),
         ("layer_norm/reference.py", "import triton"),
         ("layer_norm/reference.py", "from kernelbook import runtime"),
