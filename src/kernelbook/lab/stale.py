@@ -49,6 +49,10 @@ def _is_docstring(statement: object) -> bool:
     return isinstance(value, ast.Constant) and isinstance(value.value, str)
 
 
+def _is_list(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+
+
 def _is_kernel(node: ast.AST) -> bool:
     return isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(each) for each in node.decorator_list)
 
@@ -74,9 +78,10 @@ def _file_of(module: str) -> Path | None:
 
 @functools.cache
 def _module(path: Path) -> tuple[str, list[str]]:
-    """A module's syntax tree as text, nothing if no kernel is in it, and what it imports."""
+    """The syntax trees of what a module with kernels defines, as text, nothing if it has none, and what it imports."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    return tree_text(tree) if any(map(_is_kernel, ast.walk(tree))) else "", [*_imports(tree)]
+    defined = [node for node in tree.body if not isinstance(node, (ast.Import, ast.ImportFrom)) and not _is_list(node)]
+    return tree_text(defined) if any(map(_is_kernel, ast.walk(tree))) else "", [*_imports(tree)]
 
 
 @functools.cache
@@ -122,7 +127,7 @@ def kernels_hash(stem: str, op: str = "") -> str:
     kernels = [path for path in found if _module(path)[0]]
     if not kernels and not own:  # who imports the whole package, or nothing of it, depends on all
         kernels = [*SRC.rglob("kernels*.py")]
-    texts = [f"{path.relative_to(SRC).as_posix()} {_module(path)[0]}" for path in sorted(kernels)]
+    texts = sorted(_module(path)[0] for path in kernels)
     return hashlib.sha256("\n".join([*texts, *own]).encode()).hexdigest()[:12]
 
 
