@@ -75,7 +75,10 @@ def middle_cases() -> dict[str, timing.Case]:
     benches = bench.benches(bench.CASE_BY_CASE)
     cases = {str(case): case for one in benches for case in (*(one.cases() if one.cases else ()), *one.models())}
     found = measured.bounded(runtime.device_slug())
-    names = ["{op} {mode} {dtype} {shape} {x_name}={x:.12g}".format(**row) for row in found.to_dict("records")]
+    columns = [found[name] for name in ("op", "mode", "dtype", "shape", "x_name", "x")]
+    names = [
+        f"{op} {mode} {dtype} {shape} {of}={x:.12g}" for op, mode, dtype, shape, of, x in zip(*columns, strict=True)
+    ]
     found = found.assign(case=names)
     return {name: cases[name] for name in measured.middles(found.loc[found["case"].isin(list(cases))])["case"]}
 

@@ -16,11 +16,12 @@ import torch
 from tensors import compiled_graphs
 from tiny_models import tiny_model, tokens
 
+from bench import __main__ as command
 from bench import whole_model as bench
 from kernelbook import check, memory, nn, runtime
 from kernelbook.interop import rotary, transformers_experts, transformers_norms
 from kernelbook.interop import transformers as interop
-from kernelbook.lab import arithmetic, cli, record, timing
+from kernelbook.lab import arithmetic, record, timing
 from kernelbook.nf4 import NF4Tensor, nf4_quantize
 
 QWEN, OLMOE, GPT_OSS = "Qwen3-30B-A3B", "OLMoE-1B-7B", "gpt-oss-20b"
@@ -268,8 +269,8 @@ def test_the_command_takes_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     seen: dict[str, Any] = {}
     run = dataclasses.replace(bench.BENCH, run=lambda folder, **given: seen.update(given) or 0)
     monkeypatch.setattr(bench, "BENCH", run)
-    monkeypatch.setattr(cli, "_can_measure", lambda: True)
-    assert cli.main(["bench", "whole_model", "--layers", "3", "--select", "decode", "--out", str(tmp_path)]) == 0
+    monkeypatch.setattr(command, "can_measure", lambda: True)
+    assert command.main(["whole_model", "--layers", "3", "--select", "decode", "--out", str(tmp_path)]) == 0
     assert seen == {"layers": 3, "select": "decode"}
 
 
