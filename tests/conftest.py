@@ -27,7 +27,6 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
-import warm_python
 from stand_in import stand_in_for
 
 from kernelbook import operators, runtime
@@ -64,11 +63,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if not hasattr(config, "workerinput"):  # once, and workers inherit the environment
-        stack = contextlib.ExitStack()
-        config.add_cleanup(stack.close)
-        stack.enter_context(warm_python.started())
-    sys.executable = os.environ.get("WARM_PYTHON", sys.executable)
     if target := config.getoption("--stand-in"):
         stand_in_for(target)
         config.addinivalue_line("filterwarnings", "ignore:kernelbook. .* has no bfloat16")

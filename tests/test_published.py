@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import warm_python
 import yaml
 from programs import program
 
@@ -53,7 +52,7 @@ def test_the_cell_fetches_and_installs_on_colab_and_kaggle(place: str, tmp_path:
     )  # fmt: skip
     clone, folder, install, *said = done.stdout.splitlines()
     assert "https://example.org/book" in clone and folder == "book/notebooks", done.stderr
-    assert install == str([warm_python.REAL, "../tools/colab.py", "--install"])
+    assert install == str([sys.executable, "../tools/colab.py", "--install"])
     assert said[0].startswith("Kernels are ")
 
 

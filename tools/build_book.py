@@ -9,7 +9,6 @@ import argparse
 import concurrent.futures
 import contextlib
 import hashlib
-import json
 import os
 import shutil
 import subprocess
@@ -21,7 +20,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import nbformat
-import warm_python
 import yaml
 from ipykernel.kernelspec import write_kernel_spec
 from jupyter_cache import get_cache
@@ -84,20 +82,17 @@ def is_kept(cache: Any, path: Path) -> bool:
 @contextlib.contextmanager
 def kernels(*arguments: str) -> Iterator[Path]:
     """The environment in which notebooks run, kernels with these arguments besides, and a folder that goes with it."""
-    with tempfile.TemporaryDirectory() as scratch, warm_python.started() as python:
+    with tempfile.TemporaryDirectory() as scratch:
         # This very Python, whatever kernel of the same name the user has installed elsewhere.
         quick = [] if HAS_GPU else ["--ext=quick_cells"]
         extra = ["--log-level=ERROR", *quick, *arguments]
-        file = Path(write_kernel_spec(Path(scratch, "kernels", "python3"), extra_arguments=extra), "kernel.json")
-        spec = json.loads(file.read_text())
-        spec["argv"][0] = python
-        # ipykernel sets it too late for a fork, which has imported Matplotlib by then: figures would be text.
-        spec["env"] = {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}
-        file.write_text(json.dumps(spec))
+        write_kernel_spec(Path(scratch, "kernels", "python3"), extra_arguments=extra)
         os.environ["JUPYTER_PATH"] = os.pathsep.join(filter(None, [scratch, os.environ.get("JUPYTER_PATH")]))
         os.environ["PYDEVD_DISABLE_FILE_VALIDATION"] = "1"  # the debugger's warning about frozen modules
         # For what pages import, and Sphinx's extensions, beside this file.
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "tools"), os.environ.get("PYTHONPATH")]))
+        os.environ["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [str(ROOT), str(ROOT / "tools"), os.environ.get("PYTHONPATH")])
+        )
         if AT_ONCE > 1:
             os.environ.setdefault("OMP_NUM_THREADS", "1")  # each core has a notebook
         yield Path(scratch)

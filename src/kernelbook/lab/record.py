@@ -114,7 +114,8 @@ def write_results(path: Path, rows: pd.DataFrame, key: Sequence[str] = KEY) -> p
     """
     import pandas as pd
 
-    rows = rows.fillna({"peer": ""}).astype(str)
+    rows = rows.assign(peer=rows["peer"].astype(object).fillna("")) if "peer" in rows else rows
+    rows = rows.astype(str)
     if path.exists():
         old = pd.read_csv(path, dtype=str, keep_default_na=False)
         if list(old.columns) != list(rows.columns):
