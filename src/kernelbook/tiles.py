@@ -6,13 +6,7 @@ from kernelbook import runtime  # noqa: F401  (before Triton, which it sets up)
 import triton
 import triton.language as tl
 
-__all__ = ["accumulator_of", "dot", "grouped", "is_last_share", "sum_of_shares"]
-
-
-@triton.constexpr_function
-def accumulator_of(dtype):
-    """The dtype in which a kernel sums values of ``dtype``: float64 for float64, float32 for all others."""
-    return tl.float64 if dtype == tl.float64 else tl.float32
+__all__ = ["dot", "grouped", "is_last_share", "sum_of_shares"]
 
 
 @triton.jit

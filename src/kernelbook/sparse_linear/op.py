@@ -10,7 +10,7 @@ from torch.compiler import is_dynamo_compiling
 from kernelbook import arguments, runtime  # before Triton, which it sets up
 from kernelbook.launch import Block, Descriptor, Launch, block, cdiv, launcher
 from kernelbook.linear import linear, product
-from kernelbook.memory import accumulator, empty, tl_accumulator
+from kernelbook.memory import accumulator, empty
 from kernelbook.operators import Op
 from kernelbook.sparse_linear import kernels, packing
 from kernelbook.sparse_linear.packing import Chunks
@@ -21,7 +21,6 @@ from kernelbook.tensors import has_aligned_rows, matrix, strided
 __all__ = ["products", "sparse_backward", "sparse_dw", "sparse_dx", "sparse_forward", "sparse_linear"]
 
 MODES = ("dense", "sparse_dw", "sparse_dw_dx")
-PRECISION = "ieee"  # of float32, which only the interpreter multiplies here: on a GPU it is left to cuBLAS
 
 
 # --- public functions -----------------------------------------------------------------------------------------------
@@ -265,10 +264,8 @@ def _plan_forward(x: torch.Tensor, weight: torch.Tensor, bias: Any, ids: torch.T
     num_zero = 0 if chunks.y_compact else chunks.total * cdiv(m, kernels.ZERO_ROWS)
     launch = launcher(
         kernels._sparse_linear_fwd_tiles_kernel,
-        CHUNK=chunks.size, ALIGN=kernels.alignment(chunks.size),
-        Y_COMPACT=chunks.y_compact, W_COMPACT=chunks.w_compact, HAS_BIAS=bias is not None,
-        ACC=tl_accumulator(x.dtype), PRECISION=PRECISION, EVEN_K=d_in % blocks["BLOCK_K"] == 0,
-        **blocks, BLOCK_A=kernels.BLOCK_A, ZERO_ROWS=kernels.ZERO_ROWS,
+        CHUNK=chunks.size, Y_COMPACT=chunks.y_compact, W_COMPACT=chunks.w_compact, EVEN_K=d_in % blocks["BLOCK_K"] == 0,
+        **blocks, ZERO_ROWS=kernels.ZERO_ROWS,
         num_warps=tiles.config.num_warps, num_stages=tiles.config.num_stages,
     )  # fmt: skip
     counts = num_tiles, (num_tiles + num_zero) // max(num_zero, 1)
@@ -284,7 +281,7 @@ def _run_forward(
     if plan.strategy == "dense":
         product(x, weight.t(), bias, out=y)
     elif plan.launch is not None:
-        tensors = (x, *x.stride(), weight, *weight.stride(), *strided(bias, 1, x), y, y.stride(0))
+        tensors = (x, *x.stride(), weight, *weight.stride(), *strided(bias, 1), y, y.stride(0))
         plan.launch(plan.grid, ids, *tensors, *x.shape, chunks.d_out, chunks.listed, *plan.counts)
     else:
         packed_w = packing.pack(chunks, ids, weight, 0, chunks.w_compact)[0]
@@ -345,36 +342,28 @@ def _plan_products(dy: torch.Tensor, x: Any, weight: Any, ids: torch.Tensor, *se
     whole = not (chunks.size % kernels.BOX or chunks.y_compact or chunks.w_compact or chunks.d_out >= 2**30)
     by_descriptor = whole and properties.has_tma and all(map(has_aligned_rows, operands))
     tiles = kernels.plan_backward(m, d_in, chunks.active, size, with_dw, with_dx, by_descriptor, properties)
-    wanted = with_dx, with_dw, with_dw and with_db
-    return _plan_tiles(tiles, chunks, m, d_in, dy.dtype, wanted)
+    return _plan_tiles(tiles, chunks, m, d_in, with_dx, with_dw)
 
 
-def _plan_tiles(
-    tiles: kernels.Plan, chunks: Chunks, m: int, d_in: int, dtype: torch.dtype, wanted: Sequence[bool]
-) -> _Plan:
-    with_dx, with_dw, with_db = wanted
+def _plan_tiles(tiles: kernels.Plan, chunks: Chunks, m: int, d_in: int, with_dx: bool, with_dw: bool) -> _Plan:
     blocks, split = tiles.config.kwargs, tiles.split if with_dw else 1
     r, d, k = blocks["BLOCK_R"], blocks["BLOCK_D"], blocks["BLOCK_K"]
     columns = cdiv(d_in, d)
     num_dw = cdiv(chunks.active, r) * columns * split if with_dw else 0
     num_dx = cdiv(m, r) * columns if with_dx else 0
-    with_zero = with_dw and not chunks.dw_compact and split == 1
-    num_zero = chunks.total * cdiv(chunks.size * d_in, kernels.ZERO_PIECE) if with_zero else 0
+    dw_compact = chunks.dw_compact or split > 1  # partial sums are put in place later
+    num_zero = chunks.total * cdiv(chunks.size * d_in, kernels.ZERO_PIECE) if with_dw and not dw_compact else 0
     dx_first = num_dw > 0 and num_dx > 0 and chunks.active > cdiv(m, split)
     num_later = num_dw if dx_first else num_dx
     dw_by_descriptor = tiles.boxes and with_dw and r % kernels.BOX == 0
     dx_by_descriptor = tiles.boxes and with_dx and chunks.size % k == 0
     launch = launcher(
         kernels._sparse_linear_bwd_tiles_kernel,
-        CHUNK=chunks.size, ALIGN=kernels.alignment(chunks.size),
-        DY_COMPACT=chunks.y_compact, W_COMPACT=chunks.w_compact, DW_COMPACT=chunks.dw_compact,
-        WITH_DW=with_dw, WITH_DB=with_db, WITH_DX=with_dx, WITH_ZERO=with_zero,
-        DX_FIRST=dx_first, SPLIT=split, DW_BY_DESCRIPTOR=dw_by_descriptor, DX_BY_DESCRIPTOR=dx_by_descriptor, BOX=kernels.BOX,
-        ACC=tl_accumulator(dtype), PRECISION=PRECISION, EVEN_M=m % k == 0,
-        **blocks, BLOCK_A=kernels.BLOCK_A, BLOCK_ZERO=kernels.BLOCK_ZERO, ZERO_PIECE=kernels.ZERO_PIECE,
+        CHUNK=chunks.size, DY_COMPACT=chunks.y_compact, W_COMPACT=chunks.w_compact, DW_COMPACT=dw_compact,
+        DX_FIRST=dx_first, SPLIT=split, EVEN_M=m % k == 0, **blocks, ZERO_PIECE=kernels.ZERO_PIECE,
         num_warps=tiles.config.num_warps, num_stages=tiles.config.num_stages,
     )  # fmt: skip
-    counts = num_dw, num_dx, num_zero, (num_later + num_zero) // max(num_zero, 1)
+    counts = num_dw, num_dx, (num_later + num_zero) // max(num_zero, 1)
     for_dw = (block(k, d), block(k, kernels.BOX)) if dw_by_descriptor else (None, None)
     for_dx = (block(r, k), block(k, d)) if dx_by_descriptor else (None, None)
     return _Plan(chunks, "tiles", launch, (num_dw + num_dx + num_zero,), counts, split, (*for_dw, *for_dx))
@@ -417,8 +406,7 @@ def _run_tiles(
     plan.launch(
         plan.grid,
         ids,
-        *strided(x, 2, dy), dy, *dy.stride(), *strided(weight, 2, dy),
-        *(dy if target is None else target for target in (dx, to_dw, to_db)),
+        *strided(x, 2), dy, *dy.stride(), *strided(weight, 2), dx, to_dw, to_db,
         *(None if by is None else Descriptor(tensor, by) for tensor, by in read),
         m, d_in, plan.chunks.d_out, plan.chunks.listed, *plan.counts,
     )  # fmt: skip

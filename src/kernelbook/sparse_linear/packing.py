@@ -62,7 +62,7 @@ def pack(
     """
     strides, config, m = source.stride(), kernels.PACK_CONFIG, source.shape[1 - axis]
     shape = (chunks.active, m) if axis == 0 else (m, chunks.active)
-    packed = source
+    packed: torch.Tensor | None = None
     if copy:
         transposed = strides[0] == 1 and strides[1] != 1
         packed = (
@@ -70,20 +70,20 @@ def pack(
             if transposed
             else empty(tuple(shape), source.dtype, source)
         )
-    to = packed.stride()
+    to = (0, 0) if packed is None else packed.stride()
     grid = cdiv(chunks.active, config.kwargs["BLOCK_N"]), cdiv(m, config.kwargs["ROWS"])
     partial = empty((grid[1], chunks.active), accumulator(source.dtype), source) if sums else None
     launch = launcher(
         kernels._sparse_linear_pack_kernel,
-        CHUNK=chunks.size, ALIGN=kernels.alignment(chunks.size), SRC_COMPACT=compact, WITH_COPY=copy, WITH_SUMS=sums,
-        ACC=tl_accumulator(source.dtype), **config.kwargs, num_warps=config.num_warps,
+        CHUNK=chunks.size, SRC_COMPACT=compact, ACC=tl_accumulator(source.dtype),
+        **config.kwargs, num_warps=config.num_warps,
     )  # fmt: skip
     launch(
         grid,
         ids,
         source, strides[1 - axis], strides[axis],
         packed, to[1 - axis], to[axis],
-        source if partial is None else partial,
+        partial,
         m, chunks.d_out, chunks.listed,
     )  # fmt: skip
     return packed, partial
@@ -96,13 +96,12 @@ def place(
     m, split = (0, 1) if source is None else (target.shape[1], source.shape[0])
     launch = launcher(
         kernels._sparse_linear_place_kernel,
-        CHUNK=chunks.size, COMPACT=compact, SPLIT=split, WITH_COPY=source is not None, WITH_SUMS=sums is not None,
-        ACC=tl_accumulator((total if target is None else target).dtype),
-        BLOCK_N=triton.next_power_of_2(chunks.size), BLOCK_M=kernels.PLACE_BLOCK_M, BLOCK_A=kernels.BLOCK_A, num_warps=8,
+        CHUNK=chunks.size, COMPACT=compact, SPLIT=split, ACC=tl_accumulator((total if target is None else target).dtype),
+        BLOCK_N=triton.next_power_of_2(chunks.size), BLOCK_M=kernels.PLACE_BLOCK_M, num_warps=8,
     )  # fmt: skip
     launch(
         (chunks.listed if compact else chunks.total, max(1, cdiv(m, kernels.PLACE_BLOCK_M))),
         ids,
-        *strided(source, 3, ids), *strided(target, 2, ids), *((ids, ids) if sums is None else (sums, total)),
+        *strided(source, 3), *strided(target, 2), sums, total if sums is not None else None,
         m, chunks.d_out, chunks.listed, 0 if sums is None else sums.shape[0],
     )  # fmt: skip
