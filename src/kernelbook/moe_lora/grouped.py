@@ -10,7 +10,7 @@ from kernelbook.launch import Block, Descriptor, Launch, block, cdiv, launcher
 from kernelbook.memory import accumulator, empty, tl_accumulator
 from kernelbook.moe_lora import kernels
 from kernelbook.moe_lora.routing import Routing, tiles_of_height
-from kernelbook.packed import NESTED_BLOCK, products
+from kernelbook.packed import products
 from kernelbook.packed.products import Matrices
 from kernelbook.tensors import has_aligned_rows, precision, strided
 
@@ -144,10 +144,11 @@ class _RowsKernel:
 
     launch: Launch
     grid: tuple[int]
+    format: str  # of W
+    w_by_row: bool
+    b_by_row: bool
     x_block: Block | None  # of a tensor descriptor; None: by pointers
     w_block: Block | None
-    w_by_row: bool
-    in_words: bool  # of eight packed elements
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -160,8 +161,6 @@ class GemmPlan:
     slots: int
     shrink: ShrinkPlan | None  # what makes U first; None: the kernel itself, or there is none
     copies_x: bool
-    copies_a: bool
-    copies_b: bool
 
 
 def gemm_plan(
@@ -179,78 +178,67 @@ def gemm_plan(
         )  # fmt: skip
     kernel: _RowsKernel | products.Plan
     if found is not None:
-        kernel, height, lora, copies_x = found, found.height, "split", not wide_x
+        kernel, height, fused, copies_x = found, found.height, False, not wide_x
     else:
         # A gradient may come expanded; a copy takes less time than to read it an element at a time.
-        copies_x = not wide_x and k > 0 and k * x.element_size() % 16 == 0
-        along_n = b is not None and b.stride(1) == 1 and b.stride(2) != 1
-        lora = _chosen_strategy(strategy, rows, w.shape, rank, x.dtype, properties, along_n)
+        copies_x = not wide_x and k > 0 and (x.stride(1) != 1 or k * x.element_size() % 16 == 0)
+        b_by_row = b is not None and b.stride(1) == 1 and b.stride(2) != 1
+        fused = rank > 0 and _is_fused(strategy, rows, w.shape, rank, x.dtype, properties, b_by_row)
+        wide_x = wide_x or (copies_x and k * x.element_size() % 16 == 0)
         kernel, height = _rows_kernel(
-            rows, x.dtype, layout, wide_x or copies_x, w, lora, rank, has_bias, y_grouped, properties
+            rows, x.dtype, layout, wide_x, w, fused, rank, b_by_row and not fused, y_grouped, properties
         )
     tiles_at, num_m = tiles_of_height(rows, experts, height)
-    return GemmPlan(
-        kernel=kernel, tiles_at=tiles_at, num_m=num_m, slots=layout.slots,
-        shrink=None if a is None or lora == "fused" else shrink_plan(routing, x, layout, a),
-        copies_x=copies_x, copies_a=a is not None and _needs_copy(a),
-        # With W and B contiguous along different dimensions, ptxas serializes the tensor cores' instructions.
-        copies_b=b is not None and (_needs_copy(b) or (lora == "fused" and b.stride(2) != 1)),
-    )  # fmt: skip
+    shrink = None if a is None or fused else shrink_plan(routing, x, layout, a)
+    return GemmPlan(kernel, tiles_at, num_m, layout.slots, shrink, copies_x)
 
 
-def _chosen_strategy(
+def _is_fused(
     strategy: str, rows: int, shape: Any, rank: int, dtype: torch.dtype, properties: runtime.DeviceProperties,
     copies_b: bool,
-) -> str:  # fmt: skip
-    """How the low-rank product is added: "none", "fused" (which ``copies_b``, or not) or "split"."""
-    if rank == 0:
-        return "none"
+) -> bool:  # fmt: skip
+    """Whether the low-rank product is added by the kernel that multiplies with W, which ``copies_b``, or not."""
+    if rank > kernels.FUSED_RANK or dtype == torch.float64 or not properties.has_tensor_cores:
+        return False
     if strategy == "auto":
-        experts, k, n = shape
-        strategy = kernels.choose_strategy(rows, experts, k, n, rank, properties, copies_b)
-    fits = rank <= kernels.FUSED_RANK and dtype != torch.float64 and properties.has_tensor_cores
-    return strategy if fits else "split"
+        strategy = kernels.choose_strategy(rows, *shape, rank, properties, copies_b)
+    return strategy == "fused"
 
 
 def _rows_kernel(
-    rows: int, dtype: torch.dtype, layout: Layout, wide_x: bool, w: torch.Tensor | Matrices, lora: str, rank: int,
-    has_bias: bool, y_grouped: bool, properties: runtime.DeviceProperties,
+    rows: int, dtype: torch.dtype, layout: Layout, wide_x: bool, w: torch.Tensor | Matrices, fused: bool, rank: int,
+    b_by_row: bool, y_grouped: bool, properties: runtime.DeviceProperties,
 ) -> tuple[_RowsKernel, int]:  # fmt: skip
     """-> the kernel, and the rows of its tiles."""
     experts, k, n = w.shape
-    padded = kernels.padded_rank(rank) if rank else 0
-    packed: dict[str, Any] = {"PACKED": "none", "BLOCK_SIZE": 0, "SCALE": ""}
-    access = "narrow"
+    block_size, scale, access, form = 0, "", "narrow", "pointers"
     if isinstance(w, Matrices):
-        by_row, decoding = w.transposed, "elements"
+        by_row, form = w.transposed, "elements"
+        block_size, scale = w.block_size, "float32" if w.nested[0] is None else "nested"
         if dtype.itemsize <= 4 and w.packed.data_ptr() % 16 == 0 and (n if by_row else k) % 32 == 0:
-            access = "packed"
             # Turing has no instruction that multiplies pairs of bfloat16.
             pairs = properties.is_nvidia and (dtype == torch.float16 or properties.capability >= 80)
-            decoding = "permute" if dtype.itemsize == 2 and pairs else "gather"
-        scale = "float32" if w.nested[0] is None else "nested"
-        packed = {"PACKED": decoding, "BLOCK_SIZE": w.block_size, "SCALE": scale}
+            access, form = "packed", "permute" if dtype.itemsize == 2 and pairs else "gather"
     else:
         by_row = not _fits_descriptor(w.transpose(1, 2))
         if wide_x and (not by_row or _fits_descriptor(w)):
-            access = "boxes" if properties.prefers_tma else "wide"
-    in_kernel = padded if lora == "fused" else 0
-    tiles = kernels.rows_tiles(rows, experts, in_kernel, dtype.itemsize, access, properties)
+            access, form = ("boxes", "boxes") if properties.prefers_tma else ("wide", "pointers")
+        else:
+            by_row = w.stride(1) != 1 or w.stride(2) == 1
+    tiles = kernels.rows_tiles(
+        rows, experts, kernels.padded_rank(rank) if fused else 0, dtype.itemsize, access, properties
+    )
     block_k, block_n = tiles.kwargs["BLOCK_K"], tiles.kwargs["BLOCK_N"]
-    # Four warps side by side make 32 columns, and a narrower product of few rows would be computed more than once.
-    block_r = max(32 if tiles.height < 64 else 16, padded) if lora == "fused" else max(16, min(padded, 32))
     launch = tiled(
-        kernels._moe_lora_fwd_rows_kernel, tiles, **packed, NESTED_BLOCK=NESTED_BLOCK,
-        X_GROUPED=layout.grouped, Y_GROUPED=y_grouped, W_BY_ROW=by_row, LORA=lora, HAS_BIAS=has_bias,
-        ACC=tl_accumulator(dtype), PRECISION=precision(dtype), EVEN_K=k % block_k == 0, r=rank, RANK=padded,
-        BLOCK_R=block_r,
+        kernels._moe_lora_fwd_rows_kernel, tiles, FORMAT=form, BLOCK_SIZE=block_size, SCALE=scale, W_BY_ROW=by_row,
+        B_BY_ROW=b_by_row, X_SLOTS=0 if layout.grouped else layout.slots, Y_GROUPED=y_grouped, PRECISION=precision(dtype),
+        EVEN_K=k % block_k == 0, r=rank,
     )  # fmt: skip
     _, num_m = tiles_of_height(rows, experts, tiles.height)
     return _RowsKernel(
-        launch=launch, grid=(num_m * cdiv(n, block_n),),
-        x_block=block(tiles.height, block_k) if access == "boxes" and layout.grouped else None,
-        w_block=block(1, *((block_k, block_n) if by_row else (block_n, block_k))) if access == "boxes" else None,
-        w_by_row=by_row, in_words=access == "packed",
+        launch, (num_m * cdiv(n, block_n),), form, by_row, b_by_row,
+        x_block=block(tiles.height, block_k) if form == "boxes" and layout.grouped else None,
+        w_block=block(1, *((block_k, block_n) if by_row else (block_n, block_k))) if form == "boxes" else None,
     ), tiles.height  # fmt: skip
 
 
@@ -263,38 +251,41 @@ def gemm(
     plan: GemmPlan, routing: Routing, x: torch.Tensor, w: torch.Tensor | Matrices, lora: Lora | None,
     bias: torch.Tensor | None, y: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Fills y (R, N), and lora's U if there is one."""
+    """Fill y (R, N), and lora's U if there is one."""
     a = b = u = None
     scaling = 0.0
     if plan.copies_x:
         x = x.clone(memory_format=torch.contiguous_format)
     if lora is not None:
         a, b, u, scaling = lora
-        a, b = a.contiguous() if plan.copies_a else a, b.contiguous() if plan.copies_b else b
         if plan.shrink is not None:
             u = empty(plan.shrink.shape, x.dtype, x) if u is None else u
             shrink(plan.shrink, routing, x, a, u, scaling)
     kernel, (experts, k, n) = plan.kernel, w.shape
     if not isinstance(kernel, _RowsKernel):
         assert isinstance(w, Matrices)
+        b = b.contiguous() if b is not None and _needs_copy(b) else b
         products.multiply(kernel, routing.lists, plan.tiles_at, plan.num_m, x, w, b, u, bias, y, plan.slots)
         return
-    strides: tuple[int, ...] = (0, 0, 0)
     scales: tuple[torch.Tensor | None, ...] = (None,) * 5
-    w_descriptor = None
+    elements: Any
+    strides = 0, 0
     if isinstance(w, Matrices):
-        elements, scales = w.packed.view(torch.int32) if kernel.in_words else w.packed, w.scales
+        elements, scales = w.packed if kernel.format == "elements" else w.packed.view(torch.int32), w.scales
     else:
-        elements, strides = w, w.stride()
+        elements = w if kernel.w_by_row else w.transpose(1, 2)
         if kernel.w_block is not None:
-            w_descriptor = Descriptor(w if kernel.w_by_row else w.transpose(1, 2), kernel.w_block)
-    x_descriptor = None if kernel.x_block is None else Descriptor(x, kernel.x_block)
-    absmax, nested_absmax, nested_code, nested_offset, code = scales
+            elements = Descriptor(elements, kernel.w_block)
+        else:
+            elements = elements if elements.stride(2) == 1 else elements.contiguous()
+            strides = elements.stride()[:2]
+    factors = None if a is None or plan.shrink is not None else a.contiguous()
+    if b is not None:
+        b = (b.transpose(1, 2) if kernel.b_by_row else b).contiguous()
     kernel.launch(
         kernel.grid,
-        routing.lists, plan.tiles_at, x, *x.stride(), x_descriptor, elements, *strides, w_descriptor,
-        absmax, nested_absmax, nested_code, nested_offset, code, *strided(a, 3), *strided(b, 3), u, *strided(bias, 2), y,
-        scaling, experts, k, n, plan.slots, plan.num_m,
+        routing.lists, plan.tiles_at, x, x.stride(0), None if kernel.x_block is None else Descriptor(x, kernel.x_block),
+        elements, *strides, *scales, factors, b, u, None if bias is None else bias.contiguous(), y, scaling, experts, k, n,
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from kernelbook.launch import cdiv
 from kernelbook.memory import empty, tl_accumulator
 from kernelbook.moe_lora import grouped, kernels, op
 from kernelbook.moe_lora.grouped import Layout, ShrinkPlan, Step
-from kernelbook.moe_lora.kernels import _dot
+from kernelbook.tiles import dot
 from kernelbook.moe_lora.routing import Routing
 from kernelbook.operators import Op
 from kernelbook.tensors import precision
@@ -142,13 +142,13 @@ def _moe_lora_bwd_recompute_kernel(  # type: ignore[no-untyped-def]
             mask_f = mask_c[:, None] & mask_r[None, :]  # (BLOCK_C, RANK)
             left = tl.load(l_ptrs, mask=mask_l, other=0.0)
             factor = tl.load(f_ptrs, mask=mask_f, other=0.0)
-            shrunk = _dot(left, factor, shrunk, ACC, PRECISION)
+            shrunk = dot(left, factor, shrunk, PRECISION)
         shrunk = (shrunk * scaling).to(out_ptr.dtype.element_ty)
         z_ptrs = z_ptr + z_rows[:, None] * stride_zm
         z_ptrs += offs_q.to(tl.int64)[None, :] * stride_zq
         mask_z = mask_m[:, None] & mask_q[None, :]  # (BLOCK_M, BLOCK_Q)
         right = tl.load(z_ptrs, mask=mask_z, other=0.0)
-        acc = _dot(tl.trans(right), shrunk, acc, ACC, PRECISION)
+        acc = dot(tl.trans(right), shrunk, acc, PRECISION)
     out_ptrs = out_ptr + expert * stride_oe
     out_ptrs += offs_r.to(tl.int64)[None, :] * stride_or
     out_ptrs += offs_q.to(tl.int64)[:, None] * stride_oq
