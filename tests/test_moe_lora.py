@@ -758,9 +758,9 @@ BAD = {
         r"moe_lora: w must have shape \(3, 8, 6\), got \(2, 8, 6\)",
     ),
     "packed w for fewer experts": (
-        _bad(w=lambda: kb.nf4_quantize(randn(2, 6, 8))),
+        _bad(w=lambda: kb.nf4_quantize(randn(2, 6, 32))),
         ValueError,
-        r"moe_lora: w must have shape \(3, 6, 8\), got \(2, 6, 8\)",
+        r"moe_lora: w must have shape \(3, 6, 32\), got \(2, 6, 32\)",
     ),
     "packed w is a matrix": (
         _bad(w=lambda: kb.nf4_quantize(randn(6, 8))),

@@ -15,19 +15,12 @@ from kernelbook.packed.products import Matrices
 from kernelbook.tensors import has_aligned_rows, precision, strided
 
 __all__ = [
-    "SORTED", "GemmPlan", "Layout", "Lora", "ShrinkPlan", "Step", "combine", "combine_step", "factors", "factors_step",
-    "gemm", "gemm_plan", "shrink", "shrink_plan", "tiled", "wgrad", "wgrad_step",
+    "SORTED", "GemmPlan", "Lora", "ShrinkPlan", "Step", "combine", "combine_step", "gemm", "gemm_plan", "shrink", "shrink_plan",
+    "tiled", "wgrad", "wgrad_step",
 ]  # fmt: skip
 
-
-class Layout(NamedTuple):
-    """How rows lie: (R, N) in expert order if ``grouped``; otherwise (R / slots, N), row p // slots for pair p."""
-
-    grouped: bool
-    slots: int
-
-
-SORTED = Layout(True, 1)
+# How rows lie is said by their number of slots: (R / slots, N), row p // slots for pair p; or (R, N) in expert order.
+SORTED = 0
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -50,15 +43,11 @@ def tiled(kernel: Any, tiles: kernels.Tiles, **constants: Any) -> Launch:
 
 
 def combine_step(
-    rows: int, slots: int, columns: int, dtype: torch.dtype, *, grouped: bool = False, has_gates: bool = False,
-    with_out: bool = True, with_dgates: bool = False,
-) -> Step:  # fmt: skip
-    """Of rows (R, C) of pairs, ``grouped``: in expert order; weighted by gates; or their inner products with x; or both."""
+    rows: int, slots: int, columns: int, dtype: torch.dtype, *, with_dgates: bool = False
+) -> Step:
+    """Of rows (R, C) of pairs."""
     tiles = kernels.slots_tiles(slots, columns)
-    launch = tiled(
-        kernels._moe_lora_fwd_slots_kernel, tiles, SLOTS=slots, GROUPED=grouped, HAS_GATES=has_gates, WITH_OUT=with_out,
-        WITH_DGATES=with_dgates, ACC=tl_accumulator(dtype),
-    )  # fmt: skip
+    launch = tiled(kernels._moe_lora_fwd_slots_kernel, tiles, SLOTS=slots, ACC=tl_accumulator(dtype))
     # The inner products go over all columns, so that one program has to see them.
     across = 1 if with_dgates else cdiv(columns, tiles.kwargs["BLOCK_C"])
     return Step(launch, (rows // slots, across), (columns,))
@@ -68,7 +57,10 @@ def combine(
     step: Step, values: torch.Tensor, out: torch.Tensor | None, gates: torch.Tensor | None = None,
     order: torch.Tensor | None = None, x: torch.Tensor | None = None, dgates: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Fills out (R / slots, C), and if there is an x (R / slots, C) dgates (R,). ``order``: of values in expert order."""
+    """Fill out (R / slots, C) with sums of the values (R, C), each with its gate; and dgates (R,) with inner products with x.
+
+    ``order``: of values in expert order.
+    """
     step(order, values, None if gates is None else gates.contiguous(), out, *strided(x, 2), dgates)
 
 
@@ -87,18 +79,18 @@ class ShrinkPlan:
     combine: Step | None  # adds up their shares
 
 
-def shrink_plan(routing: Routing, x: torch.Tensor, layout: Layout, a: torch.Tensor) -> ShrinkPlan:
+def shrink_plan(routing: Routing, x: torch.Tensor, layout: int, a: torch.Tensor) -> ShrinkPlan:
     rows, (experts, rank, k) = routing.rows, a.shape
     padded = kernels.padded_rank(rank)
     tiles = kernels.shrink_tiles(rows, experts, k, padded, x.element_size(), runtime.properties(x.device))
     block_k, split = tiles.kwargs["BLOCK_K"], tiles.kwargs["SPLIT"]
     launch = tiled(
-        kernels._moe_lora_fwd_shrink_kernel, tiles, X_GROUPED=layout.grouped, ACC=tl_accumulator(x.dtype),
+        kernels._moe_lora_fwd_shrink_kernel, tiles, X_SLOTS=layout, ACC=tl_accumulator(x.dtype),
         PRECISION=precision(x.dtype), EVEN_K=k % block_k == 0, r=rank, RANK=padded,
     )  # fmt: skip
     tiles_at, num_m = tiles_of_height(rows, experts, tiles.height)
     return ShrinkPlan(
-        step=Step(launch, (num_m, padded // tiles.kwargs["BLOCK_R"], split), (experts, k, layout.slots)),
+        step=Step(launch, (num_m, padded // tiles.kwargs["BLOCK_R"], split), (experts, k)),
         tiles_at=tiles_at, copies_a=_needs_copy(a), shape=(rows, padded), split_k=split,
         combine=combine_step(rows * split, split, padded, accumulator(x.dtype)) if split > 1 else None,
     )  # fmt: skip
@@ -112,7 +104,7 @@ def _needs_copy(factor: torch.Tensor) -> bool:
 def shrink(
     plan: ShrinkPlan, routing: Routing, x: torch.Tensor, a: torch.Tensor, u: torch.Tensor, scaling: float
 ) -> None:
-    """Fills u from x and a (E, r, K)."""
+    """Fill u from x and a (E, r, K)."""
     a = a.contiguous() if plan.copies_a else a
     rows, padded = plan.shape
     shares = u if plan.combine is None else empty((rows * plan.split_k, padded), accumulator(x.dtype), x)
@@ -144,7 +136,6 @@ class _RowsKernel:
 
     launch: Launch
     grid: tuple[int]
-    format: str  # of W
     w_by_row: bool
     b_by_row: bool
     x_block: Block | None  # of a tensor descriptor; None: by pointers
@@ -164,7 +155,7 @@ class GemmPlan:
 
 
 def gemm_plan(
-    routing: Routing, x: torch.Tensor, layout: Layout, w: torch.Tensor | Matrices, a: torch.Tensor | None,
+    routing: Routing, x: torch.Tensor, layout: int, w: torch.Tensor | Matrices, a: torch.Tensor | None,
     b: torch.Tensor | None, has_bias: bool, y_grouped: bool, strategy: str,
 ) -> GemmPlan:  # fmt: skip
     rows, (experts, k, n), rank = routing.rows, w.shape, 0 if a is None else a.shape[1]
@@ -173,7 +164,7 @@ def gemm_plan(
     if isinstance(w, Matrices) and strategy != "fused" and w.packed.data_ptr() % 16 == 0:
         found = products.plan(
             rows, (experts, k, n) if w.transposed else (experts, n, k), w.transposed, x.dtype, w.block_size,
-            w.nested[0] is not None, rank=rank, has_bias=has_bias, x_grouped=layout.grouped, y_grouped=y_grouped,
+            w.nested[0] is not None, rank=rank, has_bias=has_bias, x_grouped=layout == SORTED, y_grouped=y_grouped,
             routed=True, properties=properties,
         )  # fmt: skip
     kernel: _RowsKernel | products.Plan
@@ -190,7 +181,7 @@ def gemm_plan(
         )
     tiles_at, num_m = tiles_of_height(rows, experts, height)
     shrink = None if a is None or fused else shrink_plan(routing, x, layout, a)
-    return GemmPlan(kernel, tiles_at, num_m, layout.slots, shrink, copies_x)
+    return GemmPlan(kernel, tiles_at, num_m, max(layout, 1), shrink, copies_x)
 
 
 def _is_fused(
@@ -206,19 +197,17 @@ def _is_fused(
 
 
 def _rows_kernel(
-    rows: int, dtype: torch.dtype, layout: Layout, wide_x: bool, w: torch.Tensor | Matrices, fused: bool, rank: int,
+    rows: int, dtype: torch.dtype, layout: int, wide_x: bool, w: torch.Tensor | Matrices, fused: bool, rank: int,
     b_by_row: bool, y_grouped: bool, properties: runtime.DeviceProperties,
 ) -> tuple[_RowsKernel, int]:  # fmt: skip
     """-> the kernel, and the rows of its tiles."""
     experts, k, n = w.shape
     block_size, scale, access, form = 0, "", "narrow", "pointers"
     if isinstance(w, Matrices):
-        by_row, form = w.transposed, "elements"
-        block_size, scale = w.block_size, "float32" if w.nested[0] is None else "nested"
-        if dtype.itemsize <= 4 and w.packed.data_ptr() % 16 == 0 and (n if by_row else k) % 32 == 0:
-            # Turing has no instruction that multiplies pairs of bfloat16.
-            pairs = properties.is_nvidia and (dtype == torch.float16 or properties.capability >= 80)
-            access, form = "packed", "permute" if dtype.itemsize == 2 and pairs else "gather"
+        by_row, block_size, scale = w.transposed, w.block_size, "float32" if w.nested[0] is None else "nested"
+        # Turing has no instruction that multiplies pairs of bfloat16.
+        pairs = properties.is_nvidia and (dtype == torch.float16 or properties.capability >= 80)
+        access, form = "packed", "permute" if dtype.itemsize == 2 and pairs else "gather"
     else:
         by_row = not _fits_descriptor(w.transpose(1, 2))
         if wide_x and (not by_row or _fits_descriptor(w)):
@@ -231,13 +220,13 @@ def _rows_kernel(
     block_k, block_n = tiles.kwargs["BLOCK_K"], tiles.kwargs["BLOCK_N"]
     launch = tiled(
         kernels._moe_lora_fwd_rows_kernel, tiles, FORMAT=form, BLOCK_SIZE=block_size, SCALE=scale, W_BY_ROW=by_row,
-        B_BY_ROW=b_by_row, X_SLOTS=0 if layout.grouped else layout.slots, Y_GROUPED=y_grouped, PRECISION=precision(dtype),
+        B_BY_ROW=b_by_row, X_SLOTS=layout, Y_GROUPED=y_grouped, PRECISION=precision(dtype),
         EVEN_K=k % block_k == 0, r=rank,
     )  # fmt: skip
     _, num_m = tiles_of_height(rows, experts, tiles.height)
     return _RowsKernel(
-        launch, (num_m * cdiv(n, block_n),), form, by_row, b_by_row,
-        x_block=block(tiles.height, block_k) if form == "boxes" and layout.grouped else None,
+        launch, (num_m * cdiv(n, block_n),), by_row, b_by_row,
+        x_block=block(tiles.height, block_k) if form == "boxes" and layout == SORTED else None,
         w_block=block(1, *((block_k, block_n) if by_row else (block_n, block_k))) if form == "boxes" else None,
     ), tiles.height  # fmt: skip
 
@@ -271,7 +260,8 @@ def gemm(
     elements: Any
     strides = 0, 0
     if isinstance(w, Matrices):
-        elements, scales = w.packed if kernel.format == "elements" else w.packed.view(torch.int32), w.scales
+        packed = w.packed if w.packed.data_ptr() % 16 == 0 else w.packed.clone()
+        elements, scales = packed.view(torch.int32), w.scales
     else:
         elements = w if kernel.w_by_row else w.transpose(1, 2)
         if kernel.w_block is not None:
@@ -293,51 +283,32 @@ def gemm(
 
 
 def wgrad_step(
-    routing: Routing, left: Layout, right: Layout, like: torch.Tensor, p: int, q: int, has_gates: bool, *,
+    routing: Routing, like: torch.Tensor, left: int, p: int, x: int, k: int, dy: int = SORTED, n: int = 0, *,
     exact: bool = False,
 ) -> Step | None:  # fmt: skip
-    """For a result (E, P, Q) from rows like ``like``. ``exact``: float32 as it is, never tf32."""
-    if p * q == 0:
+    """For dA (E, P, K) and dB (E, N, P), or one of them (the other has no columns), from rows like ``like``.
+
+    ``left``, ``x``, ``dy``: how their rows lie. ``exact``: float32 as it is, never tf32.
+    """
+    if p * (k + n) == 0:
         return None
     experts, dtype = routing.num_experts, like.dtype
     tiles = kernels.wgrad_tiles(routing.rows, experts, p, dtype.itemsize, runtime.properties(like.device))
     launch = tiled(
-        kernels._moe_lora_bwd_wgrad_kernel, tiles, ACC=tl_accumulator(dtype),
+        kernels._moe_lora_bwd_wgrad_kernel, tiles, L_SLOTS=left, X_SLOTS=x, DY_SLOTS=dy, ACC=tl_accumulator(dtype),
         PRECISION="ieee" if exact else precision(dtype), P=p,
-        L_GROUPED=left.grouped, Z_GROUPED=right.grouped, HAS_GATES=has_gates,
     )  # fmt: skip
-    grid = (experts, cdiv(p, tiles.kwargs["BLOCK_P"]), cdiv(q, tiles.kwargs["BLOCK_Q"]))
-    return Step(launch, grid, (q, left.slots, right.slots))
+    block_q = tiles.kwargs["BLOCK_Q"]
+    return Step(launch, (experts, cdiv(p, tiles.kwargs["BLOCK_P"]), cdiv(k, block_q) + cdiv(n, block_q)), (k, n))
 
 
 def wgrad(
-    step: Step, routing: Routing, left: torch.Tensor, right: torch.Tensor, gates: torch.Tensor | None, out: torch.Tensor
+    step: Step, routing: Routing, left: Any, x: Any, gates: Any, da: Any, u: Any = None, dy: Any = None, db: Any = None
 ) -> None:
-    """Fills out (E, P, Q), of any strides: the sum over an expert's rows of left[:, :P]^T right, each with its gate."""
+    """Fill da (E, P, K), contiguous, with the sum over an expert's rows of left^T x, each with its gate; db with dy^T u.
+
+    ``left`` and ``u`` have the same strides; of either pair both may be ``None``.
+    """
     gates = None if gates is None else gates.contiguous()
-    rows = (left, *left.stride(), right, *right.stride())
-    step(routing.lists, 2 * routing.rows, *rows, gates, out, *out.stride())
-
-
-def factors_step(
-    routing: Routing, x: torch.Tensor, x_layout: Layout, dy_layout: Layout, rank: int, n: int, has_gates: bool
-) -> Step:
-    """For dA (E, r, K) and dB (E, N, r) in one launch."""
-    experts, k = routing.num_experts, x.shape[1]
-    tiles = kernels.wgrad_tiles(routing.rows, experts, rank, x.element_size(), runtime.properties(x.device))
-    launch = tiled(
-        kernels._moe_lora_bwd_factors_kernel, tiles, ACC=tl_accumulator(x.dtype), PRECISION=precision(x.dtype), P=rank,
-        X_GROUPED=x_layout.grouped, DY_GROUPED=dy_layout.grouped, HAS_GATES=has_gates,
-    )  # fmt: skip
-    block_q = tiles.kwargs["BLOCK_Q"]
-    grid = (experts, cdiv(rank, tiles.kwargs["BLOCK_P"]), cdiv(k, block_q) + cdiv(n, block_q))
-    return Step(launch, grid, (k, n, x_layout.slots, dy_layout.slots))
-
-
-def factors(
-    step: Step, routing: Routing, d: torch.Tensor, u: torch.Tensor, x: torch.Tensor, dy: torch.Tensor,
-    gates: torch.Tensor | None, da: torch.Tensor, db: torch.Tensor,
-) -> None:  # fmt: skip
-    """Fills da and db, contiguous, from D and U (R, padded rank) in expert order."""
-    gates = None if gates is None else gates.contiguous()
-    step(routing.lists, 2 * routing.rows, d, u, d.stride(0), x, *x.stride(), dy, *dy.stride(), gates, da, db)
+    strides = (u if left is None else left).stride()
+    step(routing.lists, 2 * routing.rows, left, u, *strides, *strided(x, 2), *strided(dy, 2), gates, da, db)

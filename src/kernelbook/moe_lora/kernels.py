@@ -29,7 +29,7 @@ import functools
 from kernelbook import runtime  # before Triton, which it sets up
 from kernelbook.packed import NESTED_BLOCK as NESTED
 from kernelbook.packed import products
-from kernelbook.packed.kernels import block_scale, load_tile, table
+from kernelbook.packed.kernels import load_tile, table
 from kernelbook.tiles import dot, grouped
 
 # isort: split
@@ -160,24 +160,6 @@ def _positions(order_ptr, first, rows, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def _load_elements(
-    packed_ptr, scales, expert, offs_k, offs_n, mask, K, N,
-    BLOCK_SIZE: tl.constexpr, SCALE: tl.constexpr, BY_ROW: tl.constexpr, dtype: tl.constexpr,
-):  # fmt: skip
-    """Load W[e][offs_k, offs_n], each element with a byte and a scale of its own: for rows that are no whole words."""
-    absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, code_ptr = scales
-    offs = offs_k.to(tl.int64) * N + offs_n if BY_ROW else offs_n.to(tl.int64) * K + offs_k
-    element = expert * K * N + offs
-    byte = tl.load(packed_ptr + element // 2, mask=mask, other=0).to(tl.int32)
-    value = tl.load(code_ptr + tl.where(element % 2 == 0, byte >> 4, byte & 15), mask=mask, other=0.0)
-    scale = block_scale(
-        tl.zeros((), tl.int64), element // BLOCK_SIZE, mask,
-        absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, SCALE, NESTED_BLOCK,
-    )  # fmt: skip
-    return (value * scale).to(dtype)
-
-
-@triton.jit
 def _rows_tile(
     expert, first, rows, pid_n,
     order_ptr, x_ptr, stride_xm, x_desc, w, stride_we, stride_w, scales,
@@ -252,11 +234,6 @@ def _rows_tile(
                 w_tile = w.load([expert, k, pid_n * BLOCK_N]).reshape(BLOCK_K, BLOCK_N)
             else:
                 w_tile = tl.trans(w.load([expert, pid_n * BLOCK_N, k]).reshape(BLOCK_N, BLOCK_K))
-        elif FORMAT == "elements":
-            w_tile = _load_elements(
-                w, scales, expert64, (k + offs_k)[:, None], offs_n[None, :], mask_k[:, None] & mask_n[None, :], K, N,
-                BLOCK_SIZE, SCALE, W_BY_ROW, x_ptr.dtype.element_ty,
-            )  # fmt: skip
         elif W_BY_ROW:
             w_tile = load_tile(
                 w, scales[0], scales[1], scales[2], scales[3], code, values, expert, k, pid_n * BLOCK_N, K, N,
@@ -310,7 +287,7 @@ def _moe_lora_fwd_rows_kernel(
     bias_ptr,  # (E, N) or None
     y_ptr,  # (R, N), rows of pairs; in sorted order if Y_GROUPED
     scaling, E, K, N,
-    FORMAT: tl.constexpr,  # of W: "pointers", "boxes"; of 4 bits: words decoded by "permute" or "gather", or "elements"
+    FORMAT: tl.constexpr,  # of W: "pointers" or "boxes"; or words of 4-bit elements, decoded by "permute" or "gather"
     BLOCK_SIZE: tl.constexpr, SCALE: tl.constexpr,
     W_BY_ROW: tl.constexpr, B_BY_ROW: tl.constexpr, X_SLOTS: tl.constexpr, Y_GROUPED: tl.constexpr,
     PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
@@ -355,14 +332,14 @@ def _moe_lora_fwd_rows_kernel(
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["tiles_at", "E", "top_k"])
+@triton.jit(do_not_specialize=["tiles_at", "E"])
 def _moe_lora_fwd_shrink_kernel(
     routing_ptr, tiles_at,  # order (R,); there (num_m, 3) tiles
-    x_ptr, stride_xm, stride_xk,  # (R / top_k, K) rows; in sorted order (R, K) if X_GROUPED
+    x_ptr, stride_xm, stride_xk,  # (R / X_SLOTS, K) rows; in sorted order (R, K) if X_SLOTS is 0
     a_ptr, stride_ae, stride_ak, stride_ar,  # (E, K, r)
     u_ptr,  # (R, SPLIT, RANK) in sorted order: shares of the sum over K
-    scaling, E, K, top_k,
-    X_GROUPED: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
+    scaling, E, K,
+    X_SLOTS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
     r: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
@@ -378,7 +355,7 @@ def _moe_lora_fwd_shrink_kernel(
         acc = tl.zeros((BLOCK_M, BLOCK_R), ACC)
         if expert < E:
             positions, pairs = _positions(order_ptr, first, rows, BLOCK_M)
-            x_rows = positions if X_GROUPED else pairs // top_k
+            x_rows = positions if X_SLOTS == 0 else pairs // X_SLOTS
             per_share = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLIT) * BLOCK_K
             low = share * per_share
             high = tl.minimum(low + per_share, K)
@@ -411,13 +388,12 @@ def _moe_lora_fwd_shrink_kernel(
 def _wgrad_tile(
     expert, pid_p, pid_q,
     order_ptr, offsets_ptr,
-    l_ptr, stride_lm, stride_lp, l_top_k,
-    z_ptr, stride_zm, stride_zq, z_top_k,
+    l_ptr, stride_lm, stride_lp,
+    z_ptr, stride_zm, stride_zq,
     gates_ptr,
     out_ptr, stride_oe, stride_op, stride_oq,
     Q,
-    L_GROUPED: tl.constexpr, Z_GROUPED: tl.constexpr, HAS_GATES: tl.constexpr,
-    ACC: tl.constexpr, PRECISION: tl.constexpr, P: tl.constexpr,
+    L_SLOTS: tl.constexpr, Z_SLOTS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, P: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """A tile (BLOCK_P, BLOCK_Q) of left^T right over the rows of an expert."""
@@ -431,8 +407,8 @@ def _wgrad_tile(
         positions = start + tl.arange(0, BLOCK_M)
         mask_m = positions < high
         pairs = tl.load(order_ptr + positions, mask=mask_m, other=0)
-        l_rows = (positions if L_GROUPED else pairs // l_top_k).to(tl.int64)
-        z_rows = (positions if Z_GROUPED else pairs // z_top_k).to(tl.int64)
+        l_rows = (positions if L_SLOTS == 0 else pairs // L_SLOTS).to(tl.int64)
+        z_rows = (positions if Z_SLOTS == 0 else pairs // Z_SLOTS).to(tl.int64)
         l_ptrs = l_ptr + l_rows[:, None] * stride_lm
         l_ptrs += offs_p.to(tl.int64)[None, :] * stride_lp
         z_ptrs = z_ptr + z_rows[:, None] * stride_zm
@@ -441,7 +417,7 @@ def _wgrad_tile(
         mask_z = mask_m[:, None] & mask_q[None, :]
         left = tl.load(l_ptrs, mask=mask_l, other=0.0)  # (BLOCK_M, BLOCK_P)
         right = tl.load(z_ptrs, mask=mask_z, other=0.0)  # (BLOCK_M, BLOCK_Q)
-        if HAS_GATES:
+        if gates_ptr is not None:
             gates = tl.load(gates_ptr + pairs, mask=mask_m, other=0.0)
             left = (left.to(ACC) * gates.to(ACC)[:, None]).to(left.dtype)
         # The wide operand first: Hopper's tensor cores take at least 64 rows.
@@ -453,58 +429,39 @@ def _wgrad_tile(
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["offsets_at", "l_top_k", "z_top_k"])
+@triton.jit(do_not_specialize=["offsets_at"])
 def _moe_lora_bwd_wgrad_kernel(
     routing_ptr, offsets_at,  # order (R,); there (E + 1,) offsets
-    l_ptr, stride_lm, stride_lp,  # (R / l_top_k, P) left rows; in sorted order (R, P) if L_GROUPED
-    z_ptr, stride_zm, stride_zq,  # (R / z_top_k, Q) right rows; in sorted order (R, Q) if Z_GROUPED
-    gates_ptr,  # (R,) a weight of each pair, if HAS_GATES
-    out_ptr, stride_oe, stride_op, stride_oq,  # (E, P, Q)
-    Q, l_top_k, z_top_k,
-    L_GROUPED: tl.constexpr, Z_GROUPED: tl.constexpr, HAS_GATES: tl.constexpr,
+    l_ptr, u_ptr, stride_lm, stride_lp,  # (R / L_SLOTS, P) left rows of each sum; in sorted order (R, P) if L_SLOTS is 0
+    x_ptr, stride_xm, stride_xk,  # (R / X_SLOTS, K) right rows of the first sum, likewise
+    dy_ptr, stride_dym, stride_dyn,  # (R / DY_SLOTS, N) those of the second, likewise
+    gates_ptr,  # (R,) a weight of each pair, or None
+    da_ptr,  # (E, P, K) or None
+    db_ptr,  # (E, N, P) or None
+    K, N,
+    L_SLOTS: tl.constexpr, X_SLOTS: tl.constexpr, DY_SLOTS: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr, P: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    _wgrad_tile(
-        tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2), routing_ptr, routing_ptr + offsets_at,
-        l_ptr, stride_lm, stride_lp, l_top_k, z_ptr, stride_zm, stride_zq, z_top_k, gates_ptr,
-        out_ptr, stride_oe, stride_op, stride_oq, Q,
-        L_GROUPED, Z_GROUPED, HAS_GATES, ACC, PRECISION, P, BLOCK_P, BLOCK_Q, BLOCK_M,
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["offsets_at", "x_top_k", "dy_top_k"])
-def _moe_lora_bwd_factors_kernel(
-    routing_ptr, offsets_at,  # order (R,); there (E + 1,) offsets
-    d_ptr, u_ptr, stride_um,  # (R, RANK) both, in sorted order
-    x_ptr, stride_xm, stride_xk,  # (R / x_top_k, K); in sorted order (R, K) if X_GROUPED
-    dy_ptr, stride_dym, stride_dyn,  # (R / dy_top_k, N); in sorted order (R, N) if DY_GROUPED
-    gates_ptr,  # (R,) a weight of each pair, if HAS_GATES
-    da_ptr,  # (E, r, K)
-    db_ptr,  # (E, N, r)
-    K, N, x_top_k, dy_top_k,
-    X_GROUPED: tl.constexpr, DY_GROUPED: tl.constexpr, HAS_GATES: tl.constexpr,
-    ACC: tl.constexpr, PRECISION: tl.constexpr, P: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """dA = D^T X and dB = dY^T U in one launch: first the tiles of dA, then those of dB."""
+    """dA = L^T X and dB = dY^T U in one launch: first the tiles of dA, then those of dB. Also one of them."""
     expert = tl.program_id(0).to(tl.int64)
     pid_p = tl.program_id(1)
     pid_q = tl.program_id(2)
-    num_k = tl.cdiv(K, BLOCK_Q)
-    if pid_q < num_k:
+    offsets_ptr = routing_ptr + offsets_at
+    num_k = 0 if da_ptr is None else tl.cdiv(K, BLOCK_Q)
+    if da_ptr is not None and (db_ptr is None or pid_q < num_k):
         _wgrad_tile(
-            expert, pid_p, pid_q, routing_ptr, routing_ptr + offsets_at,
-            d_ptr, stride_um, 1, 1, x_ptr, stride_xm, stride_xk, x_top_k, gates_ptr,
-            da_ptr, P * K, K, 1, K,
-            True, X_GROUPED, HAS_GATES, ACC, PRECISION, P, BLOCK_P, BLOCK_Q, BLOCK_M,
+            expert, pid_p, pid_q, routing_ptr, offsets_ptr,
+            l_ptr, stride_lm, stride_lp, x_ptr, stride_xm, stride_xk, gates_ptr,
+            da_ptr, tl.cast(P, tl.int64) * K, K, 1, K,
+            L_SLOTS, X_SLOTS, ACC, PRECISION, P, BLOCK_P, BLOCK_Q, BLOCK_M,
         )  # fmt: skip
-    else:
+    elif db_ptr is not None:
         _wgrad_tile(
-            expert, pid_p, pid_q - num_k, routing_ptr, routing_ptr + offsets_at,
-            u_ptr, stride_um, 1, 1, dy_ptr, stride_dym, stride_dyn, dy_top_k, gates_ptr,
-            db_ptr, P * N, 1, P, N,
-            True, DY_GROUPED, HAS_GATES, ACC, PRECISION, P, BLOCK_P, BLOCK_Q, BLOCK_M,
+            expert, pid_p, pid_q - num_k, routing_ptr, offsets_ptr,
+            u_ptr, stride_lm, stride_lp, dy_ptr, stride_dym, stride_dyn, gates_ptr,
+            db_ptr, tl.cast(P, tl.int64) * N, 1, P, N,
+            L_SLOTS, DY_SLOTS, ACC, PRECISION, P, BLOCK_P, BLOCK_Q, BLOCK_M,
         )  # fmt: skip
 
 
@@ -512,35 +469,15 @@ def _moe_lora_bwd_factors_kernel(
 
 
 @triton.jit
-def _add_slot(
-    j, total, inner, row, x, offs_c, offs_s, C,
-    order_ptr, rows_ptr, gates_ptr,
-    GROUPED: tl.constexpr, HAS_GATES: tl.constexpr, WITH_DGATES: tl.constexpr, ACC: tl.constexpr,
-    SLOTS: tl.constexpr,
-):  # fmt: skip
-    """Adds row j of a token to ``total``, and its inner product with x to the j-th of ``inner``."""
-    source = row * SLOTS + j
-    values = tl.load(rows_ptr + source * C + offs_c, mask=offs_c < C, other=0.0).to(ACC)
-    if WITH_DGATES:
-        inner += tl.where(offs_s == j, tl.sum(values * x, axis=0), 0.0)
-    if HAS_GATES:
-        if GROUPED:
-            source = tl.load(order_ptr + source).to(tl.int64)
-        values *= tl.load(gates_ptr + source).to(ACC)
-    return total + values, inner
-
-
-@triton.jit
 def _moe_lora_fwd_slots_kernel(
-    order_ptr,  # (R,), if GROUPED
+    order_ptr,  # (R,), of rows in sorted order, or None
     rows_ptr,  # (R, C): row i SLOTS + j belongs to output row i
-    gates_ptr,  # (R,) a weight of each pair, if HAS_GATES
-    out_ptr,  # (R / SLOTS, C), if WITH_OUT
-    x_ptr, stride_xm, stride_xc,  # (R / SLOTS, C), if WITH_DGATES
-    dgates_ptr,  # (R,) inner products of the rows of a pair and x, if WITH_DGATES
+    gates_ptr,  # (R,) a weight of each pair, or None
+    out_ptr,  # (R / SLOTS, C) or None
+    x_ptr, stride_xm, stride_xc,  # (R / SLOTS, C), for dgates
+    dgates_ptr,  # (R,) inner products of the rows of a pair and x, or None
     C,
-    SLOTS: tl.constexpr, GROUPED: tl.constexpr, HAS_GATES: tl.constexpr, WITH_OUT: tl.constexpr,
-    WITH_DGATES: tl.constexpr, ACC: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr,
+    SLOTS: tl.constexpr, ACC: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     offs_s = tl.arange(0, BLOCK_S)
@@ -548,29 +485,26 @@ def _moe_lora_fwd_slots_kernel(
     for start in range(tl.program_id(1) * BLOCK_C, C, tl.num_programs(1) * BLOCK_C):
         offs_c = start + tl.arange(0, BLOCK_C)
         total = tl.zeros((BLOCK_C,), ACC)
-        x = total
-        if WITH_DGATES:
+        if dgates_ptr is not None:
             x_ptrs = x_ptr + row * stride_xm + offs_c.to(tl.int64) * stride_xc
             x = tl.load(x_ptrs, mask=offs_c < C, other=0.0).to(ACC)
-        # Unrolled where that is sensible, so that the loads of all slots are under way at once.
-        if SLOTS <= 16:
-            for j in tl.static_range(SLOTS):
-                total, inner = _add_slot(
-                    j, total, inner, row, x, offs_c, offs_s, C, order_ptr, rows_ptr, gates_ptr,
-                    GROUPED, HAS_GATES, WITH_DGATES, ACC, SLOTS,
-                )  # fmt: skip
-        else:
-            for j in range(SLOTS):
-                total, inner = _add_slot(
-                    j, total, inner, row, x, offs_c, offs_s, C, order_ptr, rows_ptr, gates_ptr,
-                    GROUPED, HAS_GATES, WITH_DGATES, ACC, SLOTS,
-                )  # fmt: skip
-        if WITH_OUT:
+        # Unrolled, so that the loads of all slots are under way at once.
+        for j in tl.static_range(SLOTS):
+            source = row * SLOTS + j
+            values = tl.load(rows_ptr + source * C + offs_c, mask=offs_c < C, other=0.0).to(ACC)
+            if dgates_ptr is not None:
+                inner += tl.where(offs_s == j, tl.sum(values * x, axis=0), 0.0)
+            if gates_ptr is not None:
+                if order_ptr is not None:
+                    source = tl.load(order_ptr + source).to(tl.int64)
+                values *= tl.load(gates_ptr + source).to(ACC)
+            total += values
+        if out_ptr is not None:
             tl.store(out_ptr + row * C + offs_c, total.to(out_ptr.dtype.element_ty), mask=offs_c < C)
-    if WITH_DGATES:
+    if dgates_ptr is not None:
         pairs = row * SLOTS + offs_s
         mask_s = offs_s < SLOTS
-        if GROUPED:
+        if order_ptr is not None:
             pairs = tl.load(order_ptr + pairs, mask=mask_s, other=0).to(tl.int64)
         tl.store(dgates_ptr + pairs, inner.to(dgates_ptr.dtype.element_ty), mask=mask_s)
 
