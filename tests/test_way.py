@@ -142,6 +142,7 @@ ROOMS = {
     "moe_lora": (kb.route, kb.scatter2scatter, kb.moe_lora),
 }
 
+
 @pytest.mark.slow
 @pytest.mark.parametrize("room", ROOMS)
 def test_definitions_lead_to_every_kernel(room: str) -> None:

@@ -42,9 +42,7 @@ def tiled(kernel: Any, tiles: kernels.Tiles, **constants: Any) -> Launch:
 # --- the sum over a token's slots -----------------------------------------------------------------------------------
 
 
-def combine_step(
-    rows: int, slots: int, columns: int, dtype: torch.dtype, *, with_dgates: bool = False
-) -> Step:
+def combine_step(rows: int, slots: int, columns: int, dtype: torch.dtype, *, with_dgates: bool = False) -> Step:
     """Of rows (R, C) of pairs."""
     tiles = kernels.slots_tiles(slots, columns)
     launch = tiled(kernels._moe_lora_fwd_slots_kernel, tiles, SLOTS=slots, ACC=tl_accumulator(dtype))

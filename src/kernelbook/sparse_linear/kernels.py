@@ -59,7 +59,7 @@ def _aligned(features, CHUNK: tl.constexpr):
 def _slot_of(ids_ptr, chunk, A):
     """Where ``ids`` has ``chunk``, or -1."""
     found = tl.full((BLOCK_A,), -1, tl.int32)
-    for start in range(0, A):
+    for start in range(A):
         offs = start + tl.arange(0, BLOCK_A)
         ids = tl.load(ids_ptr + offs, mask=offs < A, other=-1)
         found = tl.maximum(found, tl.where(ids == chunk, offs, -1))

@@ -15,10 +15,10 @@ from kernelbook.launch import cdiv
 from kernelbook.memory import empty, tl_accumulator
 from kernelbook.moe_lora import grouped, kernels, op
 from kernelbook.moe_lora.grouped import ShrinkPlan, Step
-from kernelbook.tiles import dot
 from kernelbook.moe_lora.routing import Routing
 from kernelbook.operators import Op
 from kernelbook.tensors import precision
+from kernelbook.tiles import dot
 
 # isort: split
 import triton
