@@ -1,4 +1,4 @@
-"""Public functions, then three operators: the product with listed rows, the block of listed neurons, and the gradients of both."""
+"""Public functions, then two operators: the block of listed neurons, or its first product alone, and the gradients of both."""
 
 import dataclasses
 import functools
@@ -53,7 +53,7 @@ def gather_matmul(
         TypeError: an argument is not a tensor of a supported dtype, or dtypes differ.
         ValueError: a shape, a device, ``activation`` or (where they are checked) an id is not as above.
     """
-    return _gather(x, weight, bias, rows, activation)  # type: ignore[no-any-return]
+    return _ffn(x, weight, None, None, bias, None, None, rows, activation)  # type: ignore[no-any-return]
 
 
 def scatter_ffn(
@@ -93,6 +93,8 @@ def scatter_ffn(
         ValueError: a shape, a device, ``activation`` or (where they are checked) an id is not as above.
     """
     arguments.check_choice("scatter_ffn", "activation", activation, ACTIVATIONS)
+    if w_down is None:
+        arguments.check_tensor("scatter_ffn", "w_down", w_down)
     if neurons is not None:
         return _ffn(x, w_up, w_down, w_gate, b_up, b_gate, b_down, neurons, activation)  # type: ignore[no-any-return]
     x, w_up, w_down, w_gate, b_up, b_gate, b_down = arguments.in_autocast_dtype(
@@ -134,16 +136,16 @@ def _wide(weight: torch.Tensor) -> bool:
 
 
 def _plan_up(
-    tiles: kernels.Plan, m: int, columns: int, weight: torch.Tensor, activation: str | None, pdl: bool = False
+    tiles: kernels.Plan, m: int, columns: int, weights: Sequence[Any], activation: str | None, pdl: bool = False
 ) -> _Product:
     if tiles.strategy == "packed":
         return _Product(activation)
     assert tiles.up is not None
     blocks, is_vector = tiles.up.kwargs, tiles.strategy == "vector"
-    acc = tl_accumulator(weight.dtype)
+    acc = tl_accumulator(weights[0].dtype)
     constants = {"ACTIVATION": activation or "none", "ACC": acc, "PDL": pdl, "num_warps": tiles.up.num_warps}
     if is_vector:
-        if not _wide(weight):
+        if not all(_wide(weight) for weight in weights if weight is not None):
             blocks = {**blocks, "BLOCK_K": min(blocks["BLOCK_K"], 512)}  # loads of one element: fewer at a time
         launch = launcher(kernels._gather_matmul_fwd_vector_kernel, **constants, **blocks)
         return _Product(activation, launch, (cdiv(columns, blocks["BLOCK_L"]),), tiles.up_split, is_vector)
@@ -285,7 +287,7 @@ def _run_hidden(
         launch(grid, u, u.stride(0), g, dh, h, du, dg, m, columns)
 
 
-# --- the product with listed rows -------------------------------------------------------------------------------------
+# --- the block of listed neurons, or without w_down its first product ---------------------------------------------------
 # What PyTorch computes, here and below, goes to ``out=``, which autocast leaves alone.
 
 
@@ -297,34 +299,6 @@ def _check_gather(x: Any, weight: Any, bias: Any, rows: Any, activation: Any) ->
     arguments.check_indices(op, "rows", rows)
     arguments.check_alike(op, x, bias=(bias, weight.shape[:1]))
     arguments.check_same_device(op, x=x, rows=rows)
-
-
-def _plan_gather(
-    x: torch.Tensor, weight: torch.Tensor, bias: Any, rows: torch.Tensor, activation: Any
-) -> _Product | None:
-    m, count = math.prod(x.shape[:-1]), rows.shape[0]
-    if m * count == 0:
-        return None
-    return _plan_up(_choose_tiles(x, x.shape[-1], count), m, count, weight, activation)
-
-
-def _run_gather(
-    up: _Product, outputs: tuple[torch.Tensor], x: torch.Tensor, weight: torch.Tensor, bias: Any, rows: torch.Tensor, _: Any
-) -> None:  # fmt: skip
-    arguments.check_index_values("gather_matmul", "rows", rows, weight.shape[0])
-    _run_up(up, matrix(outputs[0]), matrix(x), weight, bias, None, None, rows.contiguous())
-
-
-def _gradients_of_gather(call: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-    """-> the gradients of x, weight and bias."""
-    (x, weight, bias), [rows] = call.saved, call.kept
-    needs_dx, needs_dw, needs_db, _ = (dtype is not None for dtype in call.wanted)
-    needs = needs_dx, needs_dw, False, False, needs_db, False, False
-    dx, dw, _, _, db, _, _ = ffn_backward(dy, x, weight, None, None, bias, None, rows, call.activation, needs)
-    return dx, dw, db
-
-
-# --- the block of listed neurons ----------------------------------------------------------------------------------------
 
 
 @arguments.once
@@ -349,45 +323,67 @@ def check_ffn(
         arguments.check_same_device(op, x=x, neurons=neurons)
 
 
+def _check(
+    x: Any, w_up: Any, w_down: Any, w_gate: Any, b_up: Any, b_gate: Any, b_down: Any, neurons: Any, activation: Any
+) -> None:
+    if w_down is None:
+        _check_gather(x, w_up, b_up, neurons, activation)
+    else:
+        check_ffn("scatter_ffn", x, w_up, w_down, w_gate, b_up, b_gate, b_down, neurons, activation)
+
+
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class _Plan:
-    """What is decided for a kind of forward pass."""
+    """What is decided for a kind of forward or backward pass."""
 
-    padded: int  # columns of h; 0: no neuron is listed
+    columns: int  # of h; 0: no neuron is listed
     up: _Product = _Product()
     down: _Product = _Product()
 
 
-def _plan_ffn(
-    x: torch.Tensor, w_up: torch.Tensor, w_down: torch.Tensor, w_gate: Any, b_up: Any, b_gate: Any, b_down: Any,
-    neurons: torch.Tensor, activation: str,
+def _plan(
+    x: torch.Tensor, w_up: torch.Tensor, w_down: Any, w_gate: Any, b_up: Any, b_gate: Any, b_down: Any,
+    neurons: torch.Tensor, activation: str | None,
 ) -> _Plan | None:  # fmt: skip
-    m, k_out, count = math.prod(x.shape[:-1]), w_down.shape[1], neurons.shape[0]
-    if m * k_out == 0 or (count == 0 and b_down is None):
+    m, count, weights = math.prod(x.shape[:-1]), neurons.shape[0], (w_up, w_gate)
+    if w_down is None:
+        up = _plan_up(_choose_tiles(x, x.shape[-1], count), m, count, weights, activation) if m * count else None
+        return None if up is None else _Plan(count, up)
+    if m * w_down.shape[1] == 0 or (count == 0 and b_down is None):
         return None
     if count == 0:
         return _Plan(0)
-    tiles = _choose_tiles(x, k_out, count, w_gate is not None)
+    tiles = _choose_tiles(x, w_down.shape[1], count, w_gate is not None)
     pdl = (tiles.strategy == "vector" or count <= kernels.EARLY) and runtime.properties(x.device).has_pdl
-    up = _plan_up(tiles, m, _padded(count), w_up, activation, pdl)
+    up = _plan_up(tiles, m, _padded(count), weights, activation, pdl)
     return _Plan(_padded(count), up, _plan_down(tiles, m, w_down, pdl))
 
 
-def _run_ffn(
-    plan: _Plan, outputs: tuple[torch.Tensor], x: torch.Tensor, w_up: torch.Tensor, w_down: torch.Tensor, w_gate: Any,
-    b_up: Any, b_gate: Any, b_down: Any, neurons: torch.Tensor, _: str,
+def _run(
+    plan: _Plan, outputs: tuple[torch.Tensor], x: torch.Tensor, w_up: torch.Tensor, w_down: Any, w_gate: Any,
+    b_up: Any, b_gate: Any, b_down: Any, neurons: torch.Tensor, _: Any,
 ) -> None:  # fmt: skip
-    arguments.check_index_values("scatter_ffn", "neurons", neurons, w_up.shape[0])
-    if plan.padded == 0:
+    names = ("gather_matmul", "rows") if w_down is None else ("scatter_ffn", "neurons")
+    arguments.check_index_values(*names, neurons, w_up.shape[0])
+    if plan.columns == 0:
         outputs[0].copy_(b_down)
         return
     x, y, neurons = matrix(x), matrix(outputs[0]), neurons.contiguous()
-    h = empty((x.shape[0], plan.padded), x.dtype, x)
+    h = y if w_down is None else empty((x.shape[0], plan.columns), x.dtype, x)
     _run_up(plan.up, h, x, w_up, b_up, w_gate, b_gate, neurons)
-    _run_down(plan.down, y, h, w_down, b_down, neurons)
+    if w_down is not None:
+        _run_down(plan.down, y, h, w_down, b_down, neurons)
 
 
-def _gradients_of_ffn(call: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+def _outputs(
+    x: torch.Tensor, w_up: torch.Tensor, w_down: Any, w_gate: Any, b_up: Any, b_gate: Any, b_down: Any,
+    neurons: torch.Tensor, _: Any,
+) -> tuple[torch.Tensor]:  # fmt: skip
+    columns = neurons.shape[0] if w_down is None else w_down.shape[1]
+    return (empty((*x.shape[:-1], columns), x.dtype, x),)
+
+
+def _gradients(call: Any, dy: torch.Tensor) -> tuple[Any, ...]:
     needs = [dtype is not None for dtype in call.wanted[:7]]
     return ffn_backward(dy, *call.saved, *call.kept, call.activation, needs)  # type: ignore[no-any-return]
 
@@ -404,47 +400,29 @@ def _outputs_backward(
     return tuple(empty(shape, x.dtype, x) if needed else None for shape, needed in pairs)
 
 
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class _BackwardPlan:
-    """What is decided for a kind of backward pass. Products are recomputed: they are cheap beside the weights' gradients."""
-
-    padded: int
-    up: _Product
-    dx: _Product
-    gate: _Product = _Product()
-    dx_by_gate: _Product = _Product()
-    dh: _Product = _Product()  # with the same rows that h is multiplied by
-
-
 def _plan_backward(
     dy: torch.Tensor, x: torch.Tensor, w_up: torch.Tensor, w_down: Any, w_gate: Any, b_up: Any, b_gate: Any,
     rows: torch.Tensor, *_: Any,
-) -> _BackwardPlan | None:  # fmt: skip
+) -> _Plan | None:  # fmt: skip
+    """Products are recomputed: they are cheap beside the weights' gradients."""
     if dy.numel() == 0:
         return None
     m, padded = math.prod(x.shape[:-1]), _padded(rows.shape[0])
     tiles = _choose_tiles(x, x.shape[-1] if w_down is None else w_down.shape[1], rows.shape[0])
-    plan_up, plan_down = (functools.partial(plan, tiles, m) for plan in (_plan_up, _plan_down))
-    up, dx = plan_up(padded, w_up, None), plan_down(w_up)
-    gate = dx_by_gate = dh = _Product()
-    if w_gate is not None:
-        gate, dx_by_gate = plan_up(padded, w_gate, None), plan_down(w_gate)
-    if w_down is not None:
-        dh = plan_up(padded, w_down, None)
-    return _BackwardPlan(padded, up, dx, gate, dx_by_gate, dh)
+    return _Plan(padded, _plan_up(tiles, m, padded, (w_up, w_gate, w_down), None), _plan_down(tiles, m, w_up))
 
 
 def _run_backward(
-    plan: _BackwardPlan, outputs: tuple[Any, ...], dy: torch.Tensor, x: torch.Tensor, w_up: torch.Tensor, w_down: Any,
+    plan: _Plan, outputs: tuple[Any, ...], dy: torch.Tensor, x: torch.Tensor, w_up: torch.Tensor, w_down: Any,
     w_gate: Any, b_up: Any, b_gate: Any, rows: torch.Tensor, activation: str | None, _: Any,
 ) -> None:  # fmt: skip
     dx, dw_up, dw_down, dw_gate, db_up, db_gate, db_down = outputs
     x, dy, rows, packed = matrix(x), matrix(dy), rows.contiguous(), dict[int, torch.Tensor]()
     g = h = dg = None
     if w_down is None:
-        dh = F.pad(dy, (0, extra)) if (extra := plan.padded - rows.shape[0]) else dy.contiguous()
+        dh = F.pad(dy, (0, extra)) if (extra := plan.columns - rows.shape[0]) else dy.contiguous()
     else:
-        dh = empty((x.shape[0], plan.padded), x.dtype, x)
+        dh = empty((x.shape[0], plan.columns), x.dtype, x)
     if w_down is None and activation is None:
         du = dh
     else:
@@ -452,16 +430,16 @@ def _run_backward(
         _run_up(plan.up, u, x, w_up, b_up, None, None, rows, packed)
         if w_gate is not None:
             g, dg = torch.empty_like(dh), torch.empty_like(dh)
-            _run_up(plan.gate, g, x, w_gate, b_gate, None, None, rows, packed)
+            _run_up(plan.up, g, x, w_gate, b_gate, None, None, rows, packed)
         if w_down is not None:
-            _run_up(plan.dh, dh, dy, w_down, None, None, None, rows, packed)
+            _run_up(plan.up, dh, dy, w_down, None, None, None, rows, packed)
         _run_hidden(h, u, g, activation, dh, du, dg)
     if dx is not None:
         dx = matrix(dx)
-        _run_down(plan.dx, dx, du, w_up, None, rows, packed)
+        _run_down(plan.down, dx, du, w_up, None, rows, packed)
         if dg is not None:
             by_gate = torch.empty_like(dx)
-            _run_down(plan.dx_by_gate, by_gate, dg, w_gate, None, rows, packed)
+            _run_down(plan.down, by_gate, dg, w_gate, None, rows, packed)
             torch.add(dx, by_gate, out=dx)
     products = ((du, x, dw_up), (h, dy, dw_down), (dg, x, dw_gate), (du, None, db_up), (dg, None, db_gate))
     pairs = [(_wgrad(a, b), out) for a, b, out in products if a is not None and out is not None]
@@ -499,28 +477,17 @@ def _place(rows: torch.Tensor, n: int, pairs: Sequence[tuple[torch.Tensor, torch
 
 # --- operators ------------------------------------------------------------------------------------------------------
 
-_gather = Op(
-    "gather_matmul(Tensor x, Tensor weight, Tensor? bias, Tensor rows, str? activation) -> Tensor",
-    check=_check_gather,
-    outputs=lambda x, weight, bias, rows, _: (empty((*x.shape[:-1], rows.shape[0]), x.dtype, x),),
-    plan=_plan_gather,
-    run=_run_gather,
-    saves=("x", "weight", "bias"),
-    keeps=("rows",),
-    autocast=("x", "weight", "bias"),
-    backward=_gradients_of_gather,
-)
 _ffn = Op(
-    "scatter_ffn(Tensor x, Tensor w_up, Tensor w_down, Tensor? w_gate, Tensor? b_up, Tensor? b_gate, Tensor? b_down, "
-    "Tensor neurons, str activation) -> Tensor",
-    check=functools.partial(check_ffn, "scatter_ffn"),
-    outputs=lambda x, w_up, w_down, *_: (empty((*x.shape[:-1], w_down.shape[1]), x.dtype, x),),
-    plan=_plan_ffn,
-    run=_run_ffn,
+    "scatter_ffn(Tensor x, Tensor w_up, Tensor? w_down, Tensor? w_gate, Tensor? b_up, Tensor? b_gate, Tensor? b_down, "
+    "Tensor neurons, str? activation) -> Tensor",
+    check=_check,
+    outputs=_outputs,
+    plan=_plan,
+    run=_run,
     saves=("x", "w_up", "w_down", "w_gate", "b_up", "b_gate"),
     keeps=("neurons",),
     autocast=("x", "w_up", "w_down", "w_gate", "b_up", "b_gate", "b_down"),
-    backward=_gradients_of_ffn,
+    backward=_gradients,
 )
 ffn_backward = Op(
     "scatter_ffn_backward(Tensor dy, Tensor x, Tensor w_up, Tensor? w_down, Tensor? w_gate, Tensor? b_up, Tensor? b_gate, "
