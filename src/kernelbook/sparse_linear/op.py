@@ -1,4 +1,4 @@
-"""Public functions, then three operators: the dense product with sparse gradients, the product of active chunks, its gradients."""
+"""Public functions, then two operators: the product, dense or of active chunks, and its gradients."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -21,6 +21,7 @@ from kernelbook.tensors import has_aligned_rows, matrix, strided
 __all__ = ["products", "sparse_backward", "sparse_dw", "sparse_dx", "sparse_forward", "sparse_linear"]
 
 MODES = ("dense", "sparse_dw", "sparse_dw_dx")
+SPARSE = "sparse"  # the mode of the operator in which the product too is of active chunks only
 
 
 # --- public functions -----------------------------------------------------------------------------------------------
@@ -57,7 +58,7 @@ def sparse_linear(
     op, chunk_size = "sparse_linear", arguments.integer("sparse_linear", "chunk_size", chunk_size)
     arguments.check_choice(op, "mode", mode, MODES)
     if active_chunks is not None and mode != "dense":
-        return _linear(x, weight, bias, active_chunks, chunk_size, mode)  # type: ignore[no-any-return]
+        return _forward(x, weight, bias, active_chunks, chunk_size, None, False, False, mode)  # type: ignore[no-any-return]
     x, weight, bias = arguments.in_autocast_dtype(x, weight, bias)
     if not is_dynamo_compiling():
         _check_linear(op, x, weight, bias, active_chunks, chunk_size)
@@ -81,7 +82,7 @@ def sparse_forward(
     Raises: as :func:`sparse_linear`.
     """
     chunk_size = arguments.integer("sparse_forward", "chunk_size", chunk_size)
-    return _forward(x, weight, bias, active_chunks, chunk_size, None, bool(compact), False)  # type: ignore[no-any-return]
+    return _forward(x, weight, bias, active_chunks, chunk_size, None, bool(compact), False, SPARSE)  # type: ignore[no-any-return]
 
 
 def sparse_dw(
@@ -215,43 +216,27 @@ def _strategy(chunks: Chunks, m: int, d_in: int, operands: Sequence[torch.Tensor
     return kernels.strategy(m, d_in, chunks.active, chunks.size, size, aligned, by_chunk, properties)
 
 
-# --- the dense product -----------------------------------------------------------------------------------------------
+# --- the product, dense or of active chunks --------------------------------------------------------------------------
 # What PyTorch computes, here and below, goes to ``out=``, which autocast leaves alone.
 
 
-def _run_linear(
-    chunks: Chunks, outputs: tuple[torch.Tensor], x: torch.Tensor, weight: torch.Tensor, bias: Any, ids: torch.Tensor, *_: Any
-) -> None:  # fmt: skip
-    arguments.check_index_values("sparse_linear", "active_chunks", ids, chunks.total, unique=True)
-    product(matrix(x), weight.t(), bias, out=matrix(outputs[0]))
-
-
-def _gradients_of_linear(call: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-    (x, weight), [ids] = call.saved, call.kept
-    needs_dx, needs_dw, needs_db = (dtype is not None for dtype in call.wanted[:3])
-    dense_dx = needs_dx and call.mode == "sparse_dw"
-    needs = needs_dx and not dense_dx, needs_dw, needs_db
-    dx, dw, db = products(dy, x, weight, ids, call.chunk_size, weight.shape[0], False, False, False, needs)
-    return linear(dy, weight.t()) if dense_dx else dx, dw, db
-
-
-# --- the product of active chunks ------------------------------------------------------------------------------------
-
-
-def _check_forward(x: Any, weight: Any, bias: Any, ids: Any, chunk_size: int, d_out: int | None, *_: Any) -> None:
+def _check_forward(x: Any, weight: Any, bias: Any, ids: Any, chunk_size: int, d_out: int | None, *layout: Any) -> None:
     if d_out is None:
-        _check_linear("sparse_forward", x, weight, bias, ids, chunk_size)
+        _check_linear("sparse_forward" if layout[-1] == SPARSE else "sparse_linear", x, weight, bias, ids, chunk_size)
 
 
 def _outputs_of_forward(
     x: torch.Tensor, weight: torch.Tensor, bias: Any, ids: torch.Tensor, *layout: Any
 ) -> tuple[torch.Tensor]:
-    chunks = _chunks(ids, weight, None, *layout)
+    chunks = _chunks(ids, weight, None, *layout[:-1])
     return (empty((*x.shape[:-1], chunks.active if chunks.y_compact else chunks.d_out), x.dtype, x),)
 
 
 def _plan_forward(x: torch.Tensor, weight: torch.Tensor, bias: Any, ids: torch.Tensor, *layout: Any) -> _Plan | None:
+    *layout, mode = layout
     chunks, x = _chunks(ids, weight, None, *layout), matrix(x)
+    if mode != SPARSE:
+        return _Plan(chunks, "dense")
     m, d_in = x.shape
     if chunks.listed == 0 or m == 0 or chunks.d_out == 0:
         return None
@@ -273,10 +258,12 @@ def _plan_forward(x: torch.Tensor, weight: torch.Tensor, bias: Any, ids: torch.T
 
 
 def _run_forward(
-    plan: _Plan, outputs: tuple[torch.Tensor], x: torch.Tensor, weight: torch.Tensor, bias: Any, ids: torch.Tensor, *_: Any
+    plan: _Plan, outputs: tuple[torch.Tensor], x: torch.Tensor, weight: torch.Tensor, bias: Any, ids: torch.Tensor,
+    *layout: Any,
 ) -> None:  # fmt: skip
     chunks = plan.chunks
-    arguments.check_index_values("sparse_forward", "active_chunks", ids, chunks.total, unique=True)
+    op = "sparse_forward" if layout[-1] == SPARSE else "sparse_linear"
+    arguments.check_index_values(op, "active_chunks", ids, chunks.total, unique=True)
     x, y, ids = matrix(x), matrix(outputs[0]), ids.contiguous()
     if plan.strategy == "dense":
         product(x, weight.t(), bias, out=y)
@@ -296,7 +283,10 @@ def _gradients_of_forward(call: Any, dy: torch.Tensor) -> tuple[Any, ...]:
     (x, weight), [ids], needs = call.saved, call.kept, [dtype is not None for dtype in call.wanted[:3]]
     d_out = weight.shape[0] if call.d_out is None else call.d_out
     layout = call.chunk_size, d_out, call.compact, call.weight_compact, call.weight_compact
-    return products(dy, x, weight, ids, *layout, needs)  # type: ignore[no-any-return]
+    dense_dx = needs[0] and call.mode == "sparse_dw"
+    needs[0] = needs[0] and not dense_dx
+    dx, dw, db = products(dy, x, weight, ids, *layout, needs)
+    return linear(dy, weight.t()) if dense_dx else dx, dw, db
 
 
 # --- gradients: dX, dW and db ----------------------------------------------------------------------------------------
@@ -421,10 +411,10 @@ def _gradients_of_products(call: Any, gx: Any, gw: Any, gb: Any) -> tuple[Any, .
     w_compact, dw_compact = call.weight_compact, call.dw_compact
     of_dy, of_x, of_weight = [], None, None
     if needs_dy and gx is not None:
-        of_dy.append(_forward(gx, weight, None, ids, size, d_out, call.dy_compact, w_compact))
+        of_dy.append(_forward(gx, weight, None, ids, size, d_out, call.dy_compact, w_compact, SPARSE))
     if needs_dy and (gw is not None or gb is not None):
         gw_or_zeros = gb.new_zeros(gb.shape[0], x.shape[-1]) if gw is None else gw
-        of_dy.append(_forward(x, gw_or_zeros, gb, ids, size, d_out, call.dy_compact, dw_compact))
+        of_dy.append(_forward(x, gw_or_zeros, gb, ids, size, d_out, call.dy_compact, dw_compact, SPARSE))
     if needs_x and gw is not None:
         layout = size, d_out, call.dy_compact, dw_compact, False
         of_x = products(dy, None, gw, ids, *layout, (True, False, False))[0]
@@ -436,20 +426,9 @@ def _gradients_of_products(call: Any, gx: Any, gw: Any, gb: Any) -> tuple[Any, .
 
 # --- operators ------------------------------------------------------------------------------------------------------
 
-_linear = Op(
-    "sparse_linear(Tensor x, Tensor weight, Tensor? bias, Tensor active_chunks, SymInt chunk_size, str mode) -> Tensor",
-    check=lambda *args: _check_linear("sparse_linear", *args[:5]),
-    outputs=lambda x, weight, *_: (empty((*x.shape[:-1], weight.shape[0]), x.dtype, x),),
-    plan=lambda x, weight, bias, ids, size, _: Chunks(size, weight.shape[0]),
-    run=_run_linear,
-    saves=("x", "weight"),
-    keeps=("active_chunks",),
-    autocast=("x", "weight", "bias"),
-    backward=_gradients_of_linear,
-)
 _forward = Op(
-    "sparse_forward(Tensor x, Tensor weight, Tensor? bias, Tensor active_chunks, SymInt chunk_size, SymInt? d_out, "
-    "bool compact, bool weight_compact) -> Tensor",
+    "sparse_linear(Tensor x, Tensor weight, Tensor? bias, Tensor active_chunks, SymInt chunk_size, SymInt? d_out, "
+    "bool compact, bool weight_compact, str mode) -> Tensor",
     check=_check_forward,
     outputs=_outputs_of_forward,
     plan=_plan_forward,
