@@ -172,7 +172,10 @@ def gemm_plan(
         # A gradient may come expanded; a copy takes less time than to read it an element at a time.
         copies_x = not wide_x and k > 0 and (x.stride(1) != 1 or k * x.element_size() % 16 == 0)
         b_by_row = b is not None and b.stride(1) == 1 and b.stride(2) != 1
-        fused = rank > 0 and _is_fused(strategy, rows, w.shape, rank, x.dtype, properties, b_by_row)
+        fits = 0 < rank <= kernels.FUSED_RANK and x.dtype != torch.float64 and properties.has_tensor_cores
+        if strategy == "auto":
+            strategy = kernels.choose_strategy(rows, properties, copies_b=b_by_row)
+        fused = fits and strategy == "fused"
         wide_x = wide_x or (copies_x and k * x.element_size() % 16 == 0)
         kernel, height = _rows_kernel(
             rows, x.dtype, layout, wide_x, w, fused, rank, b_by_row and not fused, y_grouped, properties
@@ -180,18 +183,6 @@ def gemm_plan(
     tiles_at, num_m = tiles_of_height(rows, experts, height)
     shrink = None if a is None or fused else shrink_plan(routing, x, layout, a)
     return GemmPlan(kernel, tiles_at, num_m, max(layout, 1), shrink, copies_x)
-
-
-def _is_fused(
-    strategy: str, rows: int, shape: Any, rank: int, dtype: torch.dtype, properties: runtime.DeviceProperties,
-    copies_b: bool,
-) -> bool:  # fmt: skip
-    """Whether the low-rank product is added by the kernel that multiplies with W, which ``copies_b``, or not."""
-    if rank > kernels.FUSED_RANK or dtype == torch.float64 or not properties.has_tensor_cores:
-        return False
-    if strategy == "auto":
-        strategy = kernels.choose_strategy(rows, *shape, rank, properties, copies_b)
-    return strategy == "fused"
 
 
 def _rows_kernel(

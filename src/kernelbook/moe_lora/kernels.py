@@ -647,9 +647,7 @@ FUSED_RANK = 64  # the widest U that a program of the fused product keeps in reg
 FUSED_ROWS = 64
 
 
-def choose_strategy(
-    rows: int, experts: int, k: int, n: int, rank: int, properties: runtime.DeviceProperties, copies_b: bool = False
-) -> str:
+def choose_strategy(rows: int, properties: runtime.DeviceProperties, *, copies_b: bool = False) -> str:
     """``"fused"`` or ``"split"``, whichever was measured faster on an H200.
 
     Fused repeats X A^T in every column of tiles, n / 256 times. With few rows

@@ -375,8 +375,9 @@ def _run_backward(plan: _BackwardPlan, outputs: tuple[Any, ...], dy: torch.Tenso
     if plan.shrink is not None:
         grouped.shrink(plan.shrink, routing, dy, a, d, call.scaling)
     if plan.factors is not None:
-        first = (None, None) if da is None else (d, x)
-        grouped.wgrad(plan.factors, routing, *first, gates, da, *((None, None) if db is None else (u, dy)), db)
+        left, right = (None, None) if da is None else (d, x)
+        second: tuple[Any, Any] = (None, None) if db is None else (u, dy)
+        grouped.wgrad(plan.factors, routing, left, right, gates, da, *second, db)
     if plan.dw is not None:
         grouped.wgrad(plan.dw, routing, x, dy, gates, dw)
     if plan.dbias is not None:

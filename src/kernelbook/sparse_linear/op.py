@@ -233,9 +233,8 @@ def _outputs_of_forward(
 
 
 def _plan_forward(x: torch.Tensor, weight: torch.Tensor, bias: Any, ids: torch.Tensor, *layout: Any) -> _Plan | None:
-    *layout, mode = layout
-    chunks, x = _chunks(ids, weight, None, *layout), matrix(x)
-    if mode != SPARSE:
+    chunks, x = _chunks(ids, weight, None, *layout[:-1]), matrix(x)
+    if layout[-1] != SPARSE:
         return _Plan(chunks, "dense")
     m, d_in = x.shape
     if chunks.listed == 0 or m == 0 or chunks.d_out == 0:

@@ -55,7 +55,7 @@ def run_packed(
 
 def pack(
     chunks: Chunks, ids: torch.Tensor, source: torch.Tensor, axis: int, compact: bool, copy: bool = True, sums: bool = False
-) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+) -> tuple[Any, torch.Tensor | None]:  # fmt: skip
     """The active rows (axis 0) or columns (1) of a matrix, in memory as it is, and partial sums of columns (P, A * chunk).
 
     A ``compact`` source has the active ones only; those of a shorter chunk that are none become zero.

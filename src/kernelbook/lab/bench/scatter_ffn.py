@@ -286,6 +286,10 @@ def models() -> Iterator[timing.Case]:
             yield ffn_case(Shape(k, n, True, "silu"), m, 0.1)
 
 
+def _fused(**how: Any) -> torch.Tensor:
+    return launch_fused(**how).to(torch.bfloat16)
+
+
 def atomics_experiment() -> pd.DataFrame:
     """The fused kernel with atomic additions and with plain stores in their place, for tokens and programs."""
     import pandas as pd
@@ -303,8 +307,9 @@ def atomics_experiment() -> pd.DataFrame:
                 ours = study.scatter_ffn_with_atomics(**network, **how)
                 check.compare("fused", ours, exact, baseline).require()
                 for variant in ("add", "store"):
-                    fused = functools.partial(launch_fused, **network, **how, add=variant == "add")
-                    time = timing.measure(lambda fused=fused: fused().to(torch.bfloat16), rep_ms=20.0)
+                    time = timing.measure(
+                        functools.partial(_fused, **network, **how, add=variant == "add"), rep_ms=20.0
+                    )
                     rows.append(
                         {
                             "run": run,
