@@ -36,7 +36,8 @@ class Step:
 
 
 def tiled(kernel: Any, tiles: kernels.Tiles, **constants: Any) -> Launch:
-    return launcher(kernel, **constants, **tiles.kwargs, num_warps=tiles.warps, num_stages=tiles.stages)
+    options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
+    return launcher(kernel, repeatable=True, **constants, **tiles.kwargs, **options)
 
 
 # --- the sum over a token's slots -----------------------------------------------------------------------------------

@@ -147,7 +147,7 @@ def _plan_up(
     if is_vector:
         if not all(_wide(weight) for weight in weights if weight is not None):
             blocks = {**blocks, "BLOCK_K": min(blocks["BLOCK_K"], 512)}  # loads of one element: fewer at a time
-        launch = launcher(kernels._gather_matmul_fwd_vector_kernel, **constants, **blocks)
+        launch = launcher(kernels._gather_matmul_fwd_vector_kernel, repeatable=True, **constants, **blocks)
         return _Product(activation, launch, (cdiv(columns, blocks["BLOCK_L"]),), tiles.up_split, is_vector)
     num_tiles = cdiv(m, blocks["BLOCK_M"]) * cdiv(columns, blocks["BLOCK_L"])
     launch = launcher(kernels._gather_matmul_fwd_tiles_kernel, **constants, **blocks)

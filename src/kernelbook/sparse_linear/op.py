@@ -250,7 +250,7 @@ def _plan_forward(x: torch.Tensor, weight: torch.Tensor, bias: Any, ids: torch.T
         kernels._sparse_linear_fwd_tiles_kernel,
         CHUNK=chunks.size, Y_COMPACT=chunks.y_compact, W_COMPACT=chunks.w_compact, EVEN_K=d_in % blocks["BLOCK_K"] == 0,
         **blocks, ZERO_ROWS=kernels.ZERO_ROWS,
-        num_warps=tiles.config.num_warps, num_stages=tiles.config.num_stages,
+        num_warps=tiles.config.num_warps, num_stages=tiles.config.num_stages, repeatable=True,
     )  # fmt: skip
     counts = num_tiles, (num_tiles + num_zero) // max(num_zero, 1)
     return _Plan(chunks, strategy, launch, (num_tiles + num_zero,), counts)
@@ -350,7 +350,7 @@ def _plan_tiles(tiles: kernels.Plan, chunks: Chunks, m: int, d_in: int, with_dx:
         kernels._sparse_linear_bwd_tiles_kernel,
         CHUNK=chunks.size, DY_COMPACT=chunks.y_compact, W_COMPACT=chunks.w_compact, DW_COMPACT=dw_compact,
         DX_FIRST=dx_first, SPLIT=split, EVEN_M=m % k == 0, **blocks, ZERO_PIECE=kernels.ZERO_PIECE,
-        num_warps=tiles.config.num_warps, num_stages=tiles.config.num_stages,
+        num_warps=tiles.config.num_warps, num_stages=tiles.config.num_stages, repeatable=True,
     )  # fmt: skip
     counts = num_dw, num_dx, (num_later + num_zero) // max(num_zero, 1)
     for_dw = (block(k, d), block(k, kernels.BOX)) if dw_by_descriptor else (None, None)
