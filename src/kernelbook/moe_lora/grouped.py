@@ -44,7 +44,7 @@ def tiled(kernel: Any, tiles: kernels.Tiles, **constants: Any) -> Launch:
 
 
 def combine_step(rows: int, slots: int, columns: int, dtype: torch.dtype, *, with_dgates: bool = False) -> Step:
-    """Of rows (R, C) of pairs."""
+    """Plan the sum over slots of rows (R, C) of pairs."""
     tiles = kernels.slots_tiles(slots, columns)
     launch = tiled(kernels._moe_lora_fwd_slots_kernel, tiles, SLOTS=slots, ACC=tl_accumulator(dtype))
     # The inner products go over all columns, so that one program has to see them.
@@ -96,7 +96,7 @@ def shrink_plan(routing: Routing, x: torch.Tensor, layout: int, a: torch.Tensor)
 
 
 def _needs_copy(factor: torch.Tensor) -> bool:
-    """Whether neither rows nor columns are contiguous (PEFT's B): a tile would read a sector for each element."""
+    """Tell whether neither rows nor columns are contiguous (PEFT's B): a tile would read a sector for each element."""
     return 1 not in factor.stride()[1:]
 
 
@@ -131,7 +131,7 @@ class Lora(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class _RowsKernel:
-    """The kernel of this room."""
+    """A launch of this room's kernel."""
 
     launch: Launch
     grid: tuple[int]
@@ -222,7 +222,7 @@ def _rows_kernel(
 
 
 def _fits_descriptor(w: torch.Tensor) -> bool:
-    """Whether a tensor descriptor can read it: 16-bit, aligned, its last dimension contiguous."""
+    """Tell whether a tensor descriptor can read it: 16-bit, aligned, its last dimension contiguous."""
     return w.element_size() == 2 and w.numel() > 0 and has_aligned_rows(w)
 
 
@@ -276,7 +276,7 @@ def wgrad_step(
     routing: Routing, like: torch.Tensor, left: int, p: int, x: int, k: int, dy: int = SORTED, n: int = 0, *,
     exact: bool = False,
 ) -> Step | None:  # fmt: skip
-    """For dA (E, P, K) and dB (E, N, P), or one of them (the other has no columns), from rows like ``like``.
+    """Plan dA (E, P, K) and dB (E, N, P), or one of them (the other has no columns), from rows like ``like``.
 
     ``left``, ``x``, ``dy``: how their rows lie. ``exact``: float32 as it is, never tf32.
     """

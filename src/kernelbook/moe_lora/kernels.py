@@ -45,7 +45,7 @@ NESTED_BLOCK = tl.constexpr(NESTED)
 
 @triton.jit
 def _groups(ids_ptr, stride_it, stride_ik, offs, R, top_k, E):
-    """The expert of each pair; E for a slot to skip, and past the end."""
+    """Load the expert of each pair; E for a slot to skip, and past the end."""
     token = (offs // top_k).to(tl.int64)
     slot = (offs % top_k).to(tl.int64)
     ids = tl.load(ids_ptr + token * stride_it + slot * stride_ik, mask=offs < R, other=-1)
@@ -145,7 +145,7 @@ def _route_fwd_place_kernel(
 
 @triton.constexpr_function
 def padded_rank(rank: int) -> int:
-    """The width of U and D: tensor cores multiply with no fewer than 16 columns of the reduction."""
+    """Return the width of U and D: tensor cores multiply with no fewer than 16 columns of the reduction."""
     return max(16, triton.next_power_of_2(rank))
 
 
@@ -154,7 +154,7 @@ def padded_rank(rank: int) -> int:
 
 @triton.jit
 def _positions(order_ptr, first, rows, BLOCK_M: tl.constexpr):
-    """The sorted positions of a tile and their pairs, each (BLOCK_M,); past the end the last one again."""
+    """Find the sorted positions of a tile and their pairs, each (BLOCK_M,); past the end the last one again."""
     positions = first + tl.minimum(tl.arange(0, BLOCK_M), rows - 1)
     return positions.to(tl.int64), tl.load(order_ptr + positions).to(tl.int64)
 
@@ -396,7 +396,7 @@ def _wgrad_tile(
     L_SLOTS: tl.constexpr, Z_SLOTS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, P: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """A tile (BLOCK_P, BLOCK_Q) of left^T right over the rows of an expert."""
+    """Compute a tile (BLOCK_P, BLOCK_Q) of left^T right over the rows of an expert."""
     offs_p = pid_p * BLOCK_P + tl.arange(0, BLOCK_P)
     offs_q = pid_q * BLOCK_Q + tl.arange(0, BLOCK_Q)
     mask_p, mask_q = offs_p < P, offs_q < Q
@@ -536,7 +536,7 @@ def tiles(warps: int, stages: int, **blocks: int) -> Tiles:
 
 
 def _mean_rows(rows: int, experts: int) -> int:
-    """The mean number of rows of an expert, as a power of two: token counts of one size share a kernel."""
+    """Return the mean number of rows of an expert, as a power of two: token counts of one size share a kernel."""
     return triton.next_power_of_2(max(1, rows // max(1, min(experts, rows))))
 
 
@@ -553,7 +553,7 @@ ROWS_TILES = (
 def rows_tiles(
     rows: int, experts: int, rank: int, itemsize: int, access: str, properties: runtime.DeviceProperties
 ) -> Tiles:
-    """The tiles of the product of rows; ``rank`` of a fused low-rank product, or 0.
+    """Choose the tiles of the product of rows; ``rank`` of a fused low-rank product, or 0.
 
     ``access``: W is read in ``"boxes"``, by ``"wide"`` loads, or by ``"narrow"`` ones of an element each, whose
     addresses take so many registers that only small tiles have room.
@@ -581,7 +581,7 @@ def rows_tiles(
 
 
 def _rows_tiles_of_all(itemsize: int, access: str, properties: runtime.DeviceProperties) -> Tiles:
-    """The tiles for any number of rows, which switch to no half: high enough for a batch, narrow enough to read W for a token."""
+    """Choose the tiles for any number of rows, which switch to no half: high enough for a batch, narrow enough to read W for a token."""
     if itemsize == 8:
         return tiles(4, 2, BLOCK_M=32, BLOCK_N=32, BLOCK_K=16, SMALL_M=32)
     if itemsize == 4 or access == "narrow" or not properties.has_tensor_cores:
@@ -596,7 +596,7 @@ def _rows_tiles_of_all(itemsize: int, access: str, properties: runtime.DevicePro
 def shrink_tiles(
     rows: int, experts: int, k: int, rank: int, itemsize: int, properties: runtime.DeviceProperties
 ) -> Tiles:
-    """The tiles of the products whose result is RANK columns wide: short, so that there are many programs."""
+    """Choose the tiles of the products whose result is RANK columns wide: short, so that there are many programs."""
     height = 32 if properties.same_bits else max(16, min(32, _mean_rows(rows, experts)))
     block_r = rank if rank <= 64 else 32
     if properties.same_bits and itemsize == 2 and properties.has_tensor_cores:  # no sum is shared, whatever is idle
@@ -616,7 +616,7 @@ def shrink_tiles(
 
 
 def wgrad_tiles(rows: int, experts: int, columns: int, itemsize: int, properties: runtime.DeviceProperties) -> Tiles:
-    """The tiles of sums over rows, ``columns`` of the narrower operand wide: RANK, or more for dW."""
+    """Choose the tiles of sums over rows, ``columns`` of the narrower operand wide: RANK, or more for dW."""
     if itemsize > 2 or not properties.has_tensor_cores:
         return tiles(4, 2, BLOCK_P=min(32, padded_rank(columns)), BLOCK_Q=32, BLOCK_M=16)
     if columns > 64:
@@ -627,7 +627,7 @@ def wgrad_tiles(rows: int, experts: int, columns: int, itemsize: int, properties
 
 @functools.lru_cache(maxsize=4096)
 def slots_tiles(slots: int, columns: int) -> Tiles:
-    """The tiles of sums over slots: 8 elements a thread and slot."""
+    """Choose the tiles of sums over slots: 8 elements a thread and slot."""
     block_c = max(16, min(1024, triton.next_power_of_2(columns)))
     return tiles(max(1, block_c // 256), 2, BLOCK_S=triton.next_power_of_2(slots), BLOCK_C=block_c)
 
@@ -638,7 +638,7 @@ ROUTE_BLOCK = 128  # pairs in a step
 
 @functools.lru_cache(maxsize=4096)
 def route_blocks(rows: int, experts: int) -> tuple[int, int, int]:
-    """Programs, padded groups, and how many programs' counts are read in a step of some 4,096 numbers."""
+    """Return programs, padded groups, and how many programs' counts are read in a step of some 4,096 numbers."""
     block_e = triton.next_power_of_2(experts + 1)
     return max(1, min(64, triton.cdiv(rows, ROUTE_BLOCK))), block_e, max(1, min(64, 4096 // block_e))
 
@@ -648,7 +648,7 @@ FUSED_ROWS = 64
 
 
 def choose_strategy(rows: int, properties: runtime.DeviceProperties, *, copies_b: bool = False) -> str:
-    """``"fused"`` or ``"split"``, whichever was measured faster on an H200.
+    """Return ``"fused"`` or ``"split"``, whichever was measured faster on an H200.
 
     Fused repeats X A^T in every column of tiles, n / 256 times. With few rows
     that is free, since reading W takes all the time, and one launch less is

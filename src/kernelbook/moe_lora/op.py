@@ -32,7 +32,7 @@ def scatter2scatter(
     grouped_out: bool = False,
     transposed: bool = False,
 ) -> torch.Tensor:
-    """The product of each row with the matrix of the expert it is routed to; differentiable.
+    """Multiply each row with the matrix of the expert it is routed to; differentiable.
 
     Args:
         x: (T, K), float16, bfloat16, float32 or float64, any strides; if ``grouped_in``, (T*k, K) in expert order.
@@ -72,7 +72,7 @@ def moe_lora(
     grouped_out: bool = False,
     transposed: bool = False,
 ) -> torch.Tensor:
-    """A linear layer for each expert with a low-rank update: ``x W[e] + scaling (x A[e]^T) B[e]^T + bias[e]``.
+    """Apply each expert's linear layer with a low-rank update: ``x W[e] + scaling (x A[e]^T) B[e]^T + bias[e]``.
 
     Differentiable in all tensors (once), and the same bit for bit in every run.
 

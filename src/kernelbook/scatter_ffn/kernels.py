@@ -35,7 +35,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def _rows_at(rows_ptr, pos, last, N):
-    """The row ids (int64) at positions ``pos`` < last of the list, and whether there is such a row; 0 where not."""
+    """Load the row ids (int64) at positions ``pos`` < last of the list, and whether there is such a row; 0 where not."""
     rows = tl.load(rows_ptr + pos, mask=pos < last, other=-1).to(tl.int64)
     exists = (rows >= 0) & (rows < N)
     return tl.where(exists, rows, 0), exists
@@ -59,7 +59,7 @@ def _activate(z, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _slope(z, ACTIVATION: tl.constexpr):
-    """The derivative of ``_activate``."""
+    """Compute the derivative of ``_activate``."""
     if ACTIVATION == "relu":
         slope = tl.where(z <= 0, 0.0, 1.0).to(z.dtype)
     elif ACTIVATION == "leaky_relu":
@@ -288,7 +288,7 @@ def _store_share(sums, share, tile, y_ptrs, bias, mask, partial_ptr, offsets, st
 
 @triton.jit
 def _load_rows(w_columns, rows, exists, stride_wn, mask_c, UNROLL: tl.constexpr):
-    """UNROLL tiles of rows, all on their way before the first is used."""
+    """Load UNROLL tiles of rows, all on their way before the first is used."""
     tiles = ()
     for u in tl.static_range(UNROLL):
         w_ptrs = w_columns + rows[u][:, None] * stride_wn
@@ -510,7 +510,7 @@ def _scatter_ffn_place_kernel(
     N, K,
     ACC: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of each row: the sum over its places in the list, in their
+    """Compute the gradient of each row: the sum over its places in the list, in their
     order; zero for a row that is not listed."""
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_n = offs_n < N
@@ -700,7 +700,7 @@ def _tiles_up(
 
 
 def tiles_up(m: int, active: int, gated: bool, properties: runtime.DeviceProperties) -> tuple[triton.Config, int]:
-    """The tiles of the up kernel, and its split."""
+    """Choose the tiles of the up kernel, and its split."""
     if m <= 16 and properties.is_amd:
         active = max(active, FEW + 1)  # the tiles for fewer are 8 wide, which AMD's tensor cores are not
     if m <= 256:
@@ -728,7 +728,7 @@ def _tiles_down(
 
 
 def tiles_down(m: int, k_out: int, active: int, properties: runtime.DeviceProperties) -> tuple[triton.Config, int]:
-    """The tiles of the down kernel, and into how many shares the listed neurons are split."""
+    """Choose the tiles of the down kernel, and into how many shares the listed neurons are split."""
     if m <= 256:
         *tiles, stages, warps, programs = _tuned(TILES_DOWN, m, active)
         if m <= 16 and FEW < active < MANY and k_out <= FEW_OUTPUTS:
@@ -747,7 +747,7 @@ def tiles_down(m: int, k_out: int, active: int, properties: runtime.DeviceProper
 
 
 def _stages(wanted: int, stage_bytes: int, properties: runtime.DeviceProperties) -> int:
-    """As many stages as fit; AMD's pipeline keeps the newest in registers."""
+    """Return as many stages as fit; AMD's pipeline keeps the newest in registers."""
     # The listed ids, and what changes its layout, lie in shared memory too.
     room = properties.shared_memory_per_program - 12 * 1024
     while wanted > 2 and (wanted - properties.is_amd) * stage_bytes > room:

@@ -131,7 +131,7 @@ def _padded(count: int) -> int:
 
 
 def _wide(weight: torch.Tensor) -> bool:
-    """Whether rows are contiguous, begin on 16 bytes and end there."""
+    """Tell whether rows are contiguous, begin on 16 bytes and end there."""
     return has_aligned_rows(weight) and weight.shape[1] * weight.element_size() % 16 == 0
 
 
@@ -155,7 +155,7 @@ def _plan_up(
 
 
 def _plan_down(tiles: kernels.Plan, m: int, weight: torch.Tensor, pdl: bool = False) -> _Product:
-    """The first number of its grid is the tiles of the result."""
+    """Plan the product; the first number of its grid is the tiles of the result."""
     if tiles.strategy == "packed":
         return _Product()
     assert tiles.down is not None
@@ -404,7 +404,7 @@ def _plan_backward(
     dy: torch.Tensor, x: torch.Tensor, w_up: torch.Tensor, w_down: Any, w_gate: Any, b_up: Any, b_gate: Any,
     rows: torch.Tensor, *_: Any,
 ) -> _Plan | None:  # fmt: skip
-    """Products are recomputed: they are cheap beside the weights' gradients."""
+    """Plan the gradients. Products are recomputed: they are cheap beside the weights' gradients."""
     if dy.numel() == 0:
         return None
     m, padded = math.prod(x.shape[:-1]), _padded(rows.shape[0])

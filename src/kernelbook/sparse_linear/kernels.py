@@ -40,7 +40,7 @@ BLOCK_ZERO = tl.constexpr(8192)  # zeros written in a step
 
 @triton.jit
 def _features(ids_ptr, pos, A, d_out, CHUNK: tl.constexpr):
-    """The features (int64) at active positions ``pos``; at least d_out where there is none."""
+    """Find the features (int64) at active positions ``pos``; at least d_out where there is none."""
     slot = pos // CHUNK
     chunk = tl.load(ids_ptr + slot, mask=slot < A, other=-1).to(tl.int64)
     num_chunks = tl.cdiv(d_out, CHUNK)
@@ -50,14 +50,14 @@ def _features(ids_ptr, pos, A, d_out, CHUNK: tl.constexpr):
 
 @triton.jit
 def _aligned(features, CHUNK: tl.constexpr):
-    """The features, with the hint that so many neighbours come from one chunk: loads of theirs can be wide."""
+    """Return the features with the hint that so many neighbours come from one chunk: loads of theirs can be wide."""
     ALIGN: tl.constexpr = 64 if CHUNK % 64 == 0 else CHUNK & -CHUNK
     return tl.max_contiguous(tl.multiple_of(features, ALIGN), ALIGN)
 
 
 @triton.jit
 def _slot_of(ids_ptr, chunk, A):
-    """Where ``ids`` has ``chunk``, or -1."""
+    """Find where ``ids`` has ``chunk``, or -1."""
     found = tl.full((BLOCK_A,), -1, tl.int32)
     for start in range(A):
         offs = start + tl.arange(0, BLOCK_A)
@@ -134,7 +134,7 @@ def _dw_tile(
     CHUNK: tl.constexpr, DY_COMPACT: tl.constexpr, DW_COMPACT: tl.constexpr, SPLIT: tl.constexpr, EVEN_M: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """A tile of dW by pointers, or by descriptors in boxes of ROWS features, each of which lies in one chunk."""
+    """Compute a tile of dW by pointers, or by descriptors in boxes of ROWS features, each of which lies in one chunk."""
     ACC: tl.constexpr = tl.float64 if dy_ptr.dtype.element_ty == tl.float64 else tl.float32
     ROWS: tl.constexpr = BLOCK_R if dy_desc is None else dy_desc.block_shape[1]
     tl.static_assert(dy_desc is None or CHUNK % ROWS == 0, "a box lies in one chunk")
@@ -201,7 +201,7 @@ def _dx_tile(
     CHUNK: tl.constexpr, DY_COMPACT: tl.constexpr, W_COMPACT: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """A tile of dX by pointers, or by descriptors, whose boxes of BLOCK_K features lie in one chunk."""
+    """Compute a tile of dX by pointers, or by descriptors, whose boxes of BLOCK_K features lie in one chunk."""
     tl.static_assert(dy_desc is None or CHUNK % BLOCK_K == 0, "a box lies in one chunk")
     ACC: tl.constexpr = tl.float64 if dy_ptr.dtype.element_ty == tl.float64 else tl.float32
     pid_r, pid_d = grouped(tile, tl.cdiv(M, BLOCK_R), tl.cdiv(d_in, BLOCK_D), GROUP)
@@ -565,7 +565,7 @@ class Plan:
 def _config(
     choices: tuple[_Tiles, ...], flop: float, itemsize: int, properties: runtime.DeviceProperties
 ) -> triton.Config:
-    """The tiles for a launch of ``flop`` operations, with as many stages as fit."""
+    """Choose the tiles for a launch of ``flop`` operations, with as many stages as fit."""
     found = next((t for t in choices if flop <= t.flop * properties.num_sms / 132), choices[-1])
     # A stage is one tile of each operand; AMD's pipeline keeps the newest in registers.
     stages, stage_bytes = found.stages, (found.r + found.d) * found.k * itemsize
@@ -591,7 +591,7 @@ def plan_backward(
     boxes: bool,
     properties: runtime.DeviceProperties,
 ) -> Plan:
-    """Tiles by the operations of the launch, and a split where few tiles of dW would outlast everything else.
+    """Choose tiles by the operations of the launch, and a split where few tiles of dW would outlast everything else.
 
     Args:
         m, d_in: rows and columns of x. active: active features. itemsize: bytes an element.
@@ -617,7 +617,7 @@ def plan_backward(
 
 
 def plan_forward(m: int, d_in: int, active: int, itemsize: int, properties: runtime.DeviceProperties) -> Plan:
-    """The tiles of the forward pass: by its operations too. It reads by ordinary loads, with fewer operands to address."""
+    """Choose the tiles of the forward pass: by its operations too. It reads by ordinary loads, with fewer operands to address."""
     choices = tuple(dataclasses.replace(t, stages=min(t.stages, 3)) for t in TILES[itemsize])
     if not properties.has_tma:
         choices = _choices(itemsize, False, properties)
@@ -625,5 +625,5 @@ def plan_forward(m: int, d_in: int, active: int, itemsize: int, properties: runt
 
 
 def alignment(chunk: int) -> int:
-    """The largest power of two that divides ``chunk``, at most 64."""
+    """Return the largest power of two that divides ``chunk``, at most 64."""
     return min(chunk & -chunk, 64)

@@ -186,7 +186,7 @@ def _chunks(
     ids: torch.Tensor, weight: Any, dy: Any, size: int, d_out: int | None, y_compact: bool, w_compact: bool,
     dw_compact: bool = False,
 ) -> Chunks:  # fmt: skip
-    """The chunks of a call. Public functions leave ``d_out`` to their tensors, none of which is compact."""
+    """Return the chunks of a call. Public functions leave ``d_out`` to their tensors, none of which is compact."""
     if d_out is None:
         d_out = dy.shape[-1] if weight is None else weight.shape[0]
     return Chunks(size, d_out, y_compact, w_compact, dw_compact, ids.shape[0])

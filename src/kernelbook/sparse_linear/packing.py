@@ -39,7 +39,7 @@ class Chunks(NamedTuple):
 def run_packed(
     chunks: Chunks, ids: torch.Tensor, dy: torch.Tensor, x: Any, weight: Any, dx: Any, dw: Any, db: Any
 ) -> None:
-    """Fills dx, dw and db: packs the active columns of dY (summing them for db) and rows of W, and multiplies."""
+    """Fill dx, dw and db: pack the active columns of dY (summing them for db) and rows of W, and multiply."""
     packed_dy, sums = pack(chunks, ids, dy, 1, chunks.y_compact, dx is not None or dw is not None, db is not None)
     if dx is not None:
         packed_w, _ = pack(chunks, ids, weight, 0, chunks.w_compact)
@@ -56,7 +56,7 @@ def run_packed(
 def pack(
     chunks: Chunks, ids: torch.Tensor, source: torch.Tensor, axis: int, compact: bool, copy: bool = True, sums: bool = False
 ) -> tuple[Any, torch.Tensor | None]:  # fmt: skip
-    """The active rows (axis 0) or columns (1) of a matrix, in memory as it is, and partial sums of columns (P, A * chunk).
+    """Copy together the active rows (axis 0) or columns (1) of a matrix, in memory as it is, and partial sums of columns (P, A * chunk).
 
     A ``compact`` source has the active ones only; those of a shorter chunk that are none become zero.
     """
@@ -92,7 +92,7 @@ def pack(
 def place(
     chunks: Chunks, ids: torch.Tensor, source: Any, target: Any, sums: Any, total: Any, *, compact: bool = False
 ) -> None:
-    """(SPLIT, A * chunk, M) summed into the rows of (d_out, M), zeros elsewhere; partial sums likewise into ``total``."""
+    """Sum (SPLIT, A * chunk, M) into the rows of (d_out, M), zeros elsewhere; partial sums likewise into ``total``."""
     m, split = (0, 1) if source is None else (target.shape[1], source.shape[0])
     launch = launcher(
         kernels._sparse_linear_place_kernel,

@@ -156,7 +156,7 @@ def _moe_lora_bwd_recompute_kernel(  # type: ignore[no-untyped-def]
 
 
 def recompute_tiles(rank: int, itemsize: int, properties: runtime.DeviceProperties) -> kernels.Tiles:
-    """The tiles of sums over rows that compute their left operand themselves."""
+    """Choose the tiles of sums over rows that compute their left operand themselves."""
     if itemsize > 2 or not properties.has_tensor_cores:
         return kernels.tiles(4, 2, BLOCK_Q=32, BLOCK_M=16, BLOCK_C=32)
     return kernels.tiles(4, 3, BLOCK_Q=128, BLOCK_M=64, BLOCK_C=64)

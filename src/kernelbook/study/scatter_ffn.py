@@ -98,7 +98,7 @@ def _scatter_ffn_fwd_fused_kernel(  # type: ignore[no-untyped-def]
 
 
 def _config(block_l: int) -> triton.Config:
-    """The tiles for BLOCK_L neurons a program; 16 tokens, the fewest for tensor cores."""
+    """Choose the tiles for BLOCK_L neurons a program; 16 tokens, the fewest for tensor cores."""
     small = block_l <= 32
     blocks = {"BLOCK_M": 16, "BLOCK_L": block_l, "BLOCK_K": 128 if small else 64, "BLOCK_C": 256 if small else 64}
     return triton.Config(blocks, num_warps=4, num_stages=3)
