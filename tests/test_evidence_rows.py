@@ -129,10 +129,10 @@ def test_sums_over_the_only_row_there_is() -> None:
 
 
 def test_a_token_with_many_slots() -> None:
-    """More than are unrolled."""
+    """More than any model has, all unrolled."""
     values, gates, x = randn(3 * 20, 10), randn(3, 20), randn(3, 10)
     out, dgates = torch.empty_like(x), torch.empty_like(gates)
-    step = grouped.combine_step(60, 20, 10, values.dtype, has_gates=True, with_dgates=True)
+    step = grouped.combine_step(60, 20, 10, values.dtype, with_dgates=True)
     grouped.combine(step, values, out, gates, None, x, dgates)
     by_slot = values.view(3, 20, 10)
     torch.testing.assert_close(out, (by_slot * gates[..., None]).sum(1), rtol=1e-5, atol=1e-5)
