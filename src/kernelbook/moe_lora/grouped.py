@@ -130,27 +130,21 @@ class Lora(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class _RowsKernel:
-    """A launch of this room's kernel."""
-
-    launch: Launch
-    grid: tuple[int]
-    w_by_row: bool
-    b_by_row: bool
-    x_block: Block | None  # of a tensor descriptor; None: by pointers
-    w_block: Block | None
-
-
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class GemmPlan:
     """Y = X W[e] + U B[e]^T + bias[e] for the rows of each expert."""
 
-    kernel: _RowsKernel | products.Plan  # the latter for packed matrices alone
+    kernel: Launch | products.Plan  # the latter for packed matrices alone
     tiles_at: int
     num_m: int  # tiles
     slots: int
     shrink: ShrinkPlan | None  # what makes U first; None: the kernel itself, or there is none
     copies_x: bool
+    # Of this room's kernel:
+    grid: tuple[int, ...] = ()
+    w_by_row: bool = False
+    b_by_row: bool = False
+    x_block: Block | None = None  # of a tensor descriptor; None: by pointers
+    w_block: Block | None = None
 
 
 def gemm_plan(
@@ -159,66 +153,52 @@ def gemm_plan(
 ) -> GemmPlan:  # fmt: skip
     rows, (experts, k, n), rank = routing.rows, w.shape, 0 if a is None else a.shape[1]
     properties, wide_x = runtime.properties(x.device), has_aligned_rows(x)
-    found = None
     if isinstance(w, Matrices) and strategy != "fused" and w.packed.data_ptr() % 16 == 0:
         found = products.plan(
             rows, (experts, k, n) if w.transposed else (experts, n, k), w.transposed, x.dtype, w.block_size,
             w.nested[0] is not None, rank=rank, has_bias=has_bias, x_grouped=layout == SORTED, y_grouped=y_grouped,
             routed=True, properties=properties,
         )  # fmt: skip
-    kernel: _RowsKernel | products.Plan
-    if found is not None:
-        kernel, height, fused, copies_x = found, found.height, False, not wide_x
-    else:
-        # A gradient may come expanded; a copy takes less time than to read it an element at a time.
-        copies_x = not wide_x and k > 0 and (x.stride(1) != 1 or k * x.element_size() % 16 == 0)
-        b_by_row = b is not None and b.stride(1) == 1 and b.stride(2) != 1
-        fits = 0 < rank <= kernels.FUSED_RANK and x.dtype != torch.float64 and properties.has_tensor_cores
-        if strategy == "auto":
-            strategy = kernels.choose_strategy(rows, properties, copies_b=b_by_row)
-        fused = fits and strategy == "fused"
-        wide_x = wide_x or (copies_x and k * x.element_size() % 16 == 0)
-        kernel, height = _rows_kernel(
-            rows, x.dtype, layout, wide_x, w, fused, rank, b_by_row and not fused, y_grouped, properties
-        )
-    tiles_at, num_m = tiles_of_height(rows, experts, height)
-    shrink = None if a is None or fused else shrink_plan(routing, x, layout, a)
-    return GemmPlan(kernel, tiles_at, num_m, max(layout, 1), shrink, copies_x)
-
-
-def _rows_kernel(
-    rows: int, dtype: torch.dtype, layout: int, wide_x: bool, w: torch.Tensor | Matrices, fused: bool, rank: int,
-    b_by_row: bool, y_grouped: bool, properties: runtime.DeviceProperties,
-) -> tuple[_RowsKernel, int]:  # fmt: skip
-    """-> the kernel, and the rows of its tiles."""
-    experts, k, n = w.shape
+        if found is not None:
+            tiles_at, num_m = tiles_of_height(rows, experts, found.height)
+            shrink = None if a is None else shrink_plan(routing, x, layout, a)
+            return GemmPlan(found, tiles_at, num_m, max(layout, 1), shrink, not wide_x)
+    # A gradient may come expanded; a copy takes less time than to read it an element at a time.
+    whole = k > 0 and k * x.element_size() % 16 == 0
+    copies_x = not wide_x and k > 0 and (x.stride(1) != 1 or whole)
+    b_by_row = b is not None and b.stride(1) == 1 and b.stride(2) != 1
+    if strategy == "auto":
+        strategy = kernels.choose_strategy(rows, properties, copies_b=b_by_row)
+    fits = 0 < rank <= kernels.FUSED_RANK and x.dtype != torch.float64 and properties.has_tensor_cores
+    fused = fits and strategy == "fused"
     block_size, scale, access, form = 0, "", "narrow", "pointers"
     if isinstance(w, Matrices):
         by_row, block_size, scale = w.transposed, w.block_size, "float32" if w.nested[0] is None else "nested"
         # Turing has no instruction that multiplies pairs of bfloat16.
-        pairs = properties.is_nvidia and (dtype == torch.float16 or properties.capability >= 80)
-        access, form = "packed", "permute" if dtype.itemsize == 2 and pairs else "gather"
+        pairs = properties.is_nvidia and (x.dtype == torch.float16 or properties.capability >= 80)
+        access, form = "packed", "permute" if x.element_size() == 2 and pairs else "gather"
     else:
         by_row = not _fits_descriptor(w.transpose(1, 2))
-        if wide_x and (not by_row or _fits_descriptor(w)):
+        if (wide_x or (copies_x and whole)) and (not by_row or _fits_descriptor(w)):
             access, form = ("boxes", "boxes") if properties.prefers_tma else ("wide", "pointers")
         else:
             by_row = w.stride(1) != 1 or w.stride(2) == 1
-    tiles = kernels.rows_tiles(
-        rows, experts, kernels.padded_rank(rank) if fused else 0, dtype.itemsize, access, properties
-    )
+    in_kernel = kernels.padded_rank(rank) if fused else 0
+    tiles = kernels.rows_tiles(rows, experts, in_kernel, x.element_size(), access, properties)
     block_k, block_n = tiles.kwargs["BLOCK_K"], tiles.kwargs["BLOCK_N"]
     launch = tiled(
         kernels._moe_lora_fwd_rows_kernel, tiles, FORMAT=form, BLOCK_SIZE=block_size, SCALE=scale, W_BY_ROW=by_row,
-        B_BY_ROW=b_by_row, X_SLOTS=layout, Y_GROUPED=y_grouped, PRECISION=precision(dtype),
+        B_BY_ROW=b_by_row and not fused, X_SLOTS=layout, Y_GROUPED=y_grouped, PRECISION=precision(x.dtype),
         EVEN_K=k % block_k == 0, r=rank,
     )  # fmt: skip
-    _, num_m = tiles_of_height(rows, experts, tiles.height)
-    return _RowsKernel(
-        launch, (num_m * cdiv(n, block_n),), by_row, b_by_row,
+    tiles_at, num_m = tiles_of_height(rows, experts, tiles.height)
+    shrink = None if a is None or fused else shrink_plan(routing, x, layout, a)
+    return GemmPlan(
+        launch, tiles_at, num_m, max(layout, 1), shrink, copies_x, (num_m * cdiv(n, block_n),), by_row,
+        b_by_row and not fused,
         x_block=block(tiles.height, block_k) if form == "boxes" and layout == SORTED else None,
         w_block=block(1, *((block_k, block_n) if by_row else (block_n, block_k))) if form == "boxes" else None,
-    ), tiles.height  # fmt: skip
+    )  # fmt: skip
 
 
 def _fits_descriptor(w: torch.Tensor) -> bool:
@@ -240,11 +220,11 @@ def gemm(
         if plan.shrink is not None:
             u = empty(plan.shrink.shape, x.dtype, x) if u is None else u
             shrink(plan.shrink, routing, x, a, u, scaling)
-    kernel, (experts, k, n) = plan.kernel, w.shape
-    if not isinstance(kernel, _RowsKernel):
+    experts, k, n = w.shape
+    if isinstance(plan.kernel, products.Plan):
         assert isinstance(w, Matrices)
         b = b.contiguous() if b is not None and _needs_copy(b) else b
-        products.multiply(kernel, routing.lists, plan.tiles_at, plan.num_m, x, w, b, u, bias, y, plan.slots)
+        products.multiply(plan.kernel, routing.lists, plan.tiles_at, plan.num_m, x, w, b, u, bias, y, plan.slots)
         return
     scales: tuple[torch.Tensor | None, ...] = (None,) * 5
     elements: Any
@@ -253,18 +233,18 @@ def gemm(
         packed = w.packed if w.packed.data_ptr() % 16 == 0 else w.packed.clone()
         elements, scales = packed.view(torch.int32), w.scales
     else:
-        elements = w if kernel.w_by_row else w.transpose(1, 2)
-        if kernel.w_block is not None:
-            elements = Descriptor(elements, kernel.w_block)
+        elements = w if plan.w_by_row else w.transpose(1, 2)
+        if plan.w_block is not None:
+            elements = Descriptor(elements, plan.w_block)
         else:
             elements = elements if elements.stride(2) == 1 else elements.contiguous()
             strides = elements.stride()[:2]
     factors = None if a is None or plan.shrink is not None else a.contiguous()
     if b is not None:
-        b = (b.transpose(1, 2) if kernel.b_by_row else b).contiguous()
-    kernel.launch(
-        kernel.grid,
-        routing.lists, plan.tiles_at, x, x.stride(0), None if kernel.x_block is None else Descriptor(x, kernel.x_block),
+        b = (b.transpose(1, 2) if plan.b_by_row else b).contiguous()
+    plan.kernel(
+        plan.grid,
+        routing.lists, plan.tiles_at, x, x.stride(0), None if plan.x_block is None else Descriptor(x, plan.x_block),
         elements, *strides, *scales, factors, b, u, None if bias is None else bias.contiguous(), y, scaling, experts, k, n,
     )  # fmt: skip
 

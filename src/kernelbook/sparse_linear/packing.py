@@ -56,20 +56,17 @@ def run_packed(
 def pack(
     chunks: Chunks, ids: torch.Tensor, source: torch.Tensor, axis: int, compact: bool, copy: bool = True, sums: bool = False
 ) -> tuple[Any, torch.Tensor | None]:  # fmt: skip
-    """Copy together the active rows (axis 0) or columns (1) of a matrix, in memory as it is, and partial sums of columns (P, A * chunk).
+    """Copy the active rows (axis 0) or columns (1) of a matrix together, in memory as it is; sum columns in parts (P, A * chunk).
 
     A ``compact`` source has the active ones only; those of a shorter chunk that are none become zero.
     """
     strides, config, m = source.stride(), kernels.PACK_CONFIG, source.shape[1 - axis]
     shape = (chunks.active, m) if axis == 0 else (m, chunks.active)
     packed: torch.Tensor | None = None
-    if copy:
-        transposed = strides[0] == 1 and strides[1] != 1
-        packed = (
-            empty(tuple(shape[::-1]), source.dtype, source).t()
-            if transposed
-            else empty(tuple(shape), source.dtype, source)
-        )
+    if copy and strides[0] == 1 and strides[1] != 1:
+        packed = empty(shape[::-1], source.dtype, source).t()
+    elif copy:
+        packed = empty(shape, source.dtype, source)
     to = (0, 0) if packed is None else packed.stride()
     grid = cdiv(chunks.active, config.kwargs["BLOCK_N"]), cdiv(m, config.kwargs["ROWS"])
     partial = empty((grid[1], chunks.active), accumulator(source.dtype), source) if sums else None
