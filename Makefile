@@ -12,7 +12,7 @@ export JUPYTER_PREFER_ENV_PATH := 1
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPATH := $(CURDIR)/src:$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: book test quick stale suite opened test-pages lint style types serve bench compiled evidence evidence-host hub test-notebooks gpu test-gpu test-turing test-cpus test-oldest clean lock
+.PHONY: book test quick stale unit check-book test-pages lint style types serve bench compiled evidence evidence-host hub test-notebooks gpu test-gpu test-turing test-cpus test-oldest clean lock
 
 book: $(ENVIRONMENT)
 	$(PY) tools/build_book.py
@@ -20,7 +20,7 @@ book: $(ENVIRONMENT)
 # Tests and types are checked beside the notebooks' cells and the book, whose pages are opened afterwards: each of them
 # leaves a core idle for a while. With a GPU one after the other: chapters take times.
 test: style
-	$(MAKE) -j $(if $(shell command -v nvidia-smi),1,3) suite opened types
+	$(MAKE) -j $(if $(shell command -v nvidia-smi),1,3) unit check-book types
 
 # For whoever changes a line: style, the rules of the house, and one room (make quick ROOM=nf4). Within two minutes.
 quick: style
@@ -30,11 +30,11 @@ quick: style
 stale: $(ENVIRONMENT)
 	@$(PY) -m kernelbook.lab.record
 
-suite: $(ENVIRONMENT)
+unit: $(ENVIRONMENT)
 	$(PY) -m pytest -n auto --dist worksteal --ignore tests/test_pages.py
 
 # The book shows what the tests of notebooks have executed.
-opened: test-notebooks
+check-book: test-notebooks
 	$(MAKE) book
 	$(MAKE) test-pages
 
