@@ -172,8 +172,10 @@ def _last_begun(boundaries_ptr, stride_s, sequences, row):
 def _packed_in(boundaries_ptr, stride_s, sequences, start, stop):
     """-> low, high: the packed sequences from ``low`` to ``high`` have rows from ``start`` to ``stop``."""
     low = _last_begun(boundaries_ptr, stride_s, sequences, start)
-    high = _last_begun(boundaries_ptr, stride_s, sequences, stop - 1) + 1
-    return low, tl.minimum(high, sequences)
+    high = low
+    while (high < sequences) & (tl.load(boundaries_ptr + (high + tl.zeros((), tl.int64)) * stride_s) < stop):
+        high += 1
+    return low, high
 
 
 @triton.jit
@@ -234,7 +236,8 @@ def _visible(
 @triton.jit
 def _seeing(
     start_n, N, S, window,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, LENGTHS: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """-> first, full, right, last: what queries see the keys from ``start_n`` on, in whole tiles but for ``last``.
 
@@ -243,7 +246,9 @@ def _seeing(
     diagonal = S - N
     first = 0
     full = 0
-    last = tl.where(start_n < S, N, 0)
+    last = N
+    if LENGTHS:
+        last = tl.where(start_n < S, N, 0)
     right = last
     if CAUSAL:
         first = tl.maximum(start_n - diagonal, 0) // BLOCK_M * BLOCK_M
@@ -252,8 +257,10 @@ def _seeing(
             last = tl.minimum(start_n + BLOCK_N - 1 - diagonal + window, last)
             right = tl.minimum(tl.maximum(start_n - diagonal + window, 0), N) // BLOCK_M * BLOCK_M
     if PACKED:  # where keys of other sequences are in the tile, all is masked
-        full = tl.where((start_n >= 0) & (start_n + BLOCK_N <= S), full, tl.maximum(first, last))
-    return first, full, tl.maximum(right, full), last
+        full = tl.where((start_n >= 0) & (start_n + BLOCK_N <= S), full, last)
+    if WINDOW:
+        right = tl.maximum(right, full)
+    return first, full, right, last
 
 
 # --- forward --------------------------------------------------------------------------------------------------------
@@ -563,7 +570,7 @@ def _flash_attention_bwd_dkdv_kernel(
         else:
             begin, queries, keys, first_query = 0, N, length, offs_n
         first, full, right, last = _seeing(
-            start_n - begin, queries, keys, window, CAUSAL, WINDOW, PACKED, BLOCK_M, BLOCK_N
+            start_n - begin, queries, keys, window, CAUSAL, LENGTHS, PACKED, WINDOW, BLOCK_M, BLOCK_N
         )
         for member in range(GROUP):
             h = h_kv * GROUP + member

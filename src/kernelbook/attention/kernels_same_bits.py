@@ -17,16 +17,7 @@ Not handled: gradients, which ``kernels.py`` has; tensor descriptors, that promp
 """
 
 from kernelbook import runtime  # before Triton, which it sets up
-from kernelbook.attention.kernels import (
-    _capped,
-    _dot,
-    _last_key,
-    _packed,
-    _packed_in,
-    _rows,
-    _with_sink,
-    block_d,
-)
+from kernelbook.attention.kernels import _capped, _dot, _last_key, _packed, _packed_in, _rows, _with_sink, block_d
 from kernelbook.attention.kernels_decode import _page_rows
 
 # isort: split

@@ -145,7 +145,7 @@ def _check_packed(op: str, q: Tensor, k: Tensor, lengths: Any, cu_seqlens: Any) 
     arguments.check_same_device(op, q=q, cu_seqlens=cu_seqlens)
     if lengths is not None:
         raise ValueError(f"{op}: lengths must be None with cu_seqlens, got a tensor of shape {tuple(lengths.shape)}")
-    if q.shape[0] != 1 or k.shape[2] != q.shape[2]:
+    if q.shape[0] > 1 or k.shape[2] != q.shape[2]:
         raise ValueError(
             f"{op}: q, k and v must be a batch of 1 with the same rows with cu_seqlens, got q of shape {tuple(q.shape)} and k of "
             f"shape {tuple(k.shape)}"
