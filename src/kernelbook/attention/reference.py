@@ -45,7 +45,9 @@ def _seen(
     if window is not None:
         seen = seen & (key > position - window)
     if cu_seqlens is not None:
-        of = torch.bucketize(key, cu_seqlens.to(device), right=True)  # the sequence of each row, counted from 1
+        of = torch.bucketize(
+            key, cu_seqlens.to(device).contiguous(), right=True
+        )  # the sequence of each row, counted from 1
         seen = seen & (of == of[:, None]) & (of < cu_seqlens.shape[0])
     return seen
 
