@@ -21,8 +21,8 @@ sequence has its own S, which is read on the device.
 Packed: sequences lie one after another in N, at boundaries on the device, and do not see each other. A program finds the
 sequences in its tile by bisection, and walks over the keys (or queries) of one after the other, in tiles that begin where the
 sequence begins; rows of the others see nothing there. So the grid follows from N alone, and rows are the same bits as those of
-the sequence alone in the same tiles. (A NaN in v reaches, as 0 times NaN, rows beside it in the tile that do not see it, as
-it does across the causal diagonal.)
+the sequence alone in the same tiles. (A NaN in v or in a gradient reaches, as 0 times NaN, rows beside it in the tile that do
+not see it, as it does across the causal diagonal.)
 
 A sink is a logit of a head that joins the sum of its softmax and has no value: with lse' = log2(exp2(lse) + exp2(sink)) it
 scales the output by exp2(lse - lse'), and the backward pass takes lse' for lse; nothing else of it changes. Its own gradient
