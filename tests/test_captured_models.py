@@ -124,6 +124,12 @@ def test_masks_that_leave_nothing_out_are_known() -> None:
     assert interop.known_masks(model, batch)["attention_mask"] is batch["attention_mask"]
     packed = {"input_ids": batch["input_ids"], "position_ids": torch.arange(9)[None] % 5}
     assert interop.known_masks(model, packed) == packed
+    begins = torch.tensor([0, 5, 8], dtype=torch.int32)
+    found = interop.known_masks(model, packed | {"cu_seq_lens_q": begins, "cu_seq_lens_k": begins, "max_length_q": 5})
+    assert found.keys() == {*packed, "cu_seq_lens_q", "cu_seq_lens_k"}
+    assert found["cu_seq_lens_q"].dtype == torch.int32
+    rows = batch["input_ids"].numel()
+    assert found["cu_seq_lens_q"].tolist() == found["cu_seq_lens_k"].tolist() == [0, 5, *[8] * (rows - 1)]
     model.config.sliding_window = 4  # of which Llama's own code makes no masks
     assert "attention_mask" not in interop.known_masks(model, {"input_ids": batch["input_ids"]})
     model.config.sliding_window = None

@@ -161,12 +161,20 @@ def known_masks(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
     mask on the device the host waits for it. A model with sliding windows gets the word for each kind of its layers, in a
     dictionary, as ``generate`` gives it masks.
 
+    Of packed sequences ``cu_seq_lens_q`` and ``cu_seq_lens_k`` get room for as many as there are tokens, and ``max_length_q``
+    and ``max_length_k``, which our attention does not ask for, are left out: batches of one number of tokens have one graph.
+    ``position_ids`` that begin anew need nothing; the graph reads them.
+
     Models whose attention is not ours, or not causal, or of other kinds, models of several modalities, and batches with
-    padding, with ``position_ids`` or with router logits keep what they have.
+    padding, with ``position_ids`` or with router logits keep what else they have.
     """
     base = base_model(model)
     config, found = getattr(base, "config", None), dict(batch)
-    if getattr(config, "_attn_implementation", None) != NAME or found.get("position_ids") is not None:
+    if getattr(config, "_attn_implementation", None) != NAME:
+        return found
+    if found.get("cu_seq_lens_q") is not None:
+        _make_room(found)
+    if found.get("position_ids") is not None:
         return found
     windows = _windows(base)
     router = found.get("output_router_logits") or getattr(config, "output_router_logits", False)
@@ -182,6 +190,19 @@ def known_masks(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
         }
         found["attention_mask"] = said if len(said) > 1 else next(iter(said.values()))
     return found
+
+
+def _make_room(batch: dict[str, Any]) -> None:
+    """Give a batch's boundaries as many entries as it has tokens, and one more: empty sequences behind the last."""
+    tokens = next(
+        batch[name].shape[:2].numel() for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None
+    )
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        given = batch.get(name)
+        if given is not None:
+            batch[name] = torch.cat((given, given[-1:].expand(max(tokens + 1 - given.shape[0], 0))))
+    for name in ("max_length_q", "max_length_k"):
+        batch.pop(name, None)
 
 
 def _windows(base: Any) -> dict[str, int | None]:

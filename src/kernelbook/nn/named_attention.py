@@ -117,8 +117,10 @@ def told_to_be_packed(
         return mask[0, 0, :, 0].view(torch.int64)
     if given is not None and given.shape[0] > batch + 1:
         raise ValueError(PACKED.format("cu_seq_lens_q", f"{given.shape[0] - 1} sequences, {n} queries and {s} keys"))
+    if torch.compiler.is_compiling() or not (n == s or runtime.in_same_bits()):
+        return None
     places = positions(others)
-    if places is None or not (n == s or runtime.in_same_bits()) or not begin_anew(places, batch, n):
+    if places is None or not begin_anew(places, batch, n):
         return None
     if n != s:
         raise ValueError(PACKED.format("position_ids", f"some that begin anew, {n} queries and {s} keys"))

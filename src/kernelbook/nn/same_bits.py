@@ -169,8 +169,6 @@ def begin_anew(position_ids: torch.Tensor, batch: int, n: int) -> bool:
     """
     if n == 1 or position_ids.shape not in ((1, n), (batch, n)) or not has_values(position_ids):
         return False
-    if torch.compiler.is_compiling():
-        return False
     if position_ids.is_cuda and torch.cuda.is_current_stream_capturing():
         return hasattr(position_ids, "_kernelbook_anew")
     version = None if position_ids.is_inference() else position_ids._version
