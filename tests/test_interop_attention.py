@@ -323,7 +323,7 @@ def test_the_mask_of_packed_sequences_for_others() -> None:
         theirs, _ = interop.attention_forward(module, q, k, v, mask, dropout=1e-30)
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
         with pytest.raises(
-            ValueError, match="attention_mask must be of booleans or floating point, got torch[.]uint64"
+            ValueError, match=r"attention_mask must be of booleans or floating point, got torch\.uint64"
         ):
             interop.attention_forward(module, q, k, v, mask[:, :, :-1])
     places = torch.tensor([[0, 1, 0, 1, 2, 0], [0, 1, 2, 3, 0, 1]], device=runtime.DEVICE)

@@ -52,10 +52,13 @@ def _rows(
     x, stride_b, stride_h, stride_n, stride_d,  # (B, H, N, D): pointer and strides, or a descriptor
     b, h, start, N, D: tl.constexpr,
     MASKED: tl.constexpr, BOXES: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    PACKED: tl.constexpr = False,  # whether N may be the end of a packed sequence
 ):  # fmt: skip
     """BLOCK rows of a head from ``start`` on: (BLOCK, BLOCK_D), zeros beyond N (if MASKED) and D."""
     if BOXES:
         tile = x.load([b, h, start, 0]).reshape(BLOCK, BLOCK_D)
+        if MASKED and PACKED:  # a descriptor knows the end of the tensor only
+            tile = tl.where((start + tl.arange(0, BLOCK) < N)[:, None], tile, 0.0)
     else:
         offs_n = tl.arange(0, BLOCK)
         offs_d = tl.arange(0, BLOCK_D)
@@ -259,7 +262,8 @@ def _seeing(
             right = tl.minimum(tl.maximum(start_n - diagonal + window, 0), N) // BLOCK_M * BLOCK_M
     if PACKED:  # where keys of other sequences are in the tile, all is masked
         full = tl.where((start_n >= 0) & (start_n + BLOCK_N <= S), full, last)
-    if WINDOW:
+        right = tl.minimum(right, N // BLOCK_M * BLOCK_M)  # behind the last query is another sequence
+    if WINDOW or PACKED:
         right = tl.maximum(right, full)
     return first, full, right, last
 
@@ -273,8 +277,8 @@ def _flash_attention_fwd_steps(
     k, stride_kb, stride_kh, stride_kn, stride_kd,
     v, stride_vb, stride_vh, stride_vn, stride_vd,
     b, h_kv, offs_m, first, last, diagonal, S, window, scale,
-    D: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BOXES: tl.constexpr,
-    SOFTCAP: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr,
+    BOXES: tl.constexpr, SOFTCAP: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The keys from ``first`` to ``last``; masked where a query does not see all of them."""
@@ -306,7 +310,7 @@ def _flash_attention_fwd_steps(
         m = m_new
         v_tile = _rows(
             v, stride_vb, stride_vh, stride_vn, stride_vd, b, h_kv, start, S,
-            D, MASKED, BOXES, BLOCK_N, BLOCK_D,
+            D, MASKED, BOXES, BLOCK_N, BLOCK_D, PACKED,
         )  # fmt: skip
         acc = _dot(p.to(v_tile.dtype), v_tile, acc, PRECISION)
     return acc, l, m
@@ -359,19 +363,19 @@ def _flash_attention_fwd_kernel(
                 acc, l, m, q_tile,
                 k, stride_kb, stride_kh, stride_kn, stride_kd, v, stride_vb, stride_vh, stride_vn, stride_vd,
                 b, h // GROUP, last_key, begin + first, begin + tl.minimum(left, last), keys - queries, begin + keys, window, scale,
-                D, True, CAUSAL, WINDOW, BOXES, SOFTCAP, ACC, PRECISION, BLOCK_N, BLOCK_D,
+                D, True, CAUSAL, PACKED, WINDOW, BOXES, SOFTCAP, ACC, PRECISION, BLOCK_N, BLOCK_D,
             )  # fmt: skip
         acc, l, m = _flash_attention_fwd_steps(
             acc, l, m, q_tile,
             k, stride_kb, stride_kh, stride_kn, stride_kd, v, stride_vb, stride_vh, stride_vn, stride_vd,
             b, h // GROUP, last_key, begin + left, begin + full, keys - queries, begin + keys, window, scale,
-            D, False, CAUSAL, WINDOW, BOXES, SOFTCAP, ACC, PRECISION, BLOCK_N, BLOCK_D,
+            D, False, CAUSAL, PACKED, WINDOW, BOXES, SOFTCAP, ACC, PRECISION, BLOCK_N, BLOCK_D,
         )  # fmt: skip
         acc, l, m = _flash_attention_fwd_steps(
             acc, l, m, q_tile,
             k, stride_kb, stride_kh, stride_kn, stride_kd, v, stride_vb, stride_vh, stride_vn, stride_vd,
             b, h // GROUP, last_key, begin + full, begin + last, keys - queries, begin + keys, window, scale,
-            D, True, CAUSAL or PACKED, WINDOW, BOXES, SOFTCAP, ACC, PRECISION, BLOCK_N, BLOCK_D,
+            D, True, CAUSAL or PACKED, PACKED, WINDOW, BOXES, SOFTCAP, ACC, PRECISION, BLOCK_N, BLOCK_D,
         )  # fmt: skip
 
     seen = l > 0.0
@@ -494,7 +498,7 @@ def _flash_attention_bwd_dkdv_steps(
         offs_m = start + tl.arange(0, BLOCK_M)
         q_tile = _rows(
             q, stride_qb, stride_qh, stride_qn, stride_qd, b, h, start, N,
-            D, True, BOXES, BLOCK_M, BLOCK_D,
+            D, MASKED or not PACKED, BOXES, BLOCK_M, BLOCK_D, PACKED,
         )  # fmt: skip
         # Beyond the last query lse is +inf, so that probabilities there are zero.
         lse = tl.load(lse_ptr + offs_m, mask=offs_m < N, other=float("inf"))
@@ -511,7 +515,7 @@ def _flash_attention_bwd_dkdv_steps(
             p = tl.where(seen, p, 0.0)
         do_tile = _rows(
             do, stride_dob, stride_doh, stride_don, stride_dod, b, h, start, N,
-            D, True, BOXES, BLOCK_M, BLOCK_D,
+            D, MASKED or not PACKED, BOXES, BLOCK_M, BLOCK_D, PACKED,
         )  # fmt: skip
         zeros = tl.zeros((v_tile.shape[0], BLOCK_M), ACC)
         dp = _dot(v_tile, do_tile.T, zeros, PRECISION)  # (BLOCK_N, BLOCK_M)
@@ -591,7 +595,7 @@ def _flash_attention_bwd_dkdv_kernel(
                 first_query, begin + full, begin + tl.minimum(right, last), keys - queries, begin + queries, window, scale,
                 D, False, PACKED, WINDOW, BOXES, SOFTCAP, ACC, PRECISION, BLOCK_M, BLOCK_D,
             )  # fmt: skip
-            if WINDOW:
+            if WINDOW or PACKED:
                 dk, dv = _flash_attention_bwd_dkdv_steps(
                     dk, dv, k_tile, v_tile,
                     q, stride_qb, stride_qh, stride_qn, stride_qd, do, stride_dob, stride_doh, stride_don, stride_dod,
@@ -599,7 +603,7 @@ def _flash_attention_bwd_dkdv_kernel(
                     first_query, begin + right, begin + last, keys - queries, begin + queries, window, scale,
                     D, True, PACKED, WINDOW, BOXES, SOFTCAP, ACC, PRECISION, BLOCK_M, BLOCK_D,
                 )  # fmt: skip
-    if LENGTHS:  # keys beyond the length were zeros, not out of sight
+    if LENGTHS or PACKED:  # keys beyond the length were zeros, not out of sight; NaN may lie behind the last sequence
         there = (offs_n < length)[:, None]
         dk = tl.where(there, dk, 0.0)
         dv = tl.where(there, dv, 0.0)
@@ -620,8 +624,8 @@ def _flash_attention_bwd_dq_steps(
     k, stride_kb, stride_kh, stride_kn, stride_kd,
     v, stride_vb, stride_vh, stride_vn, stride_vd,
     b, h_kv, offs_m, first, last, diagonal, S, window, scale,
-    D: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BOXES: tl.constexpr,
-    SOFTCAP: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr,
+    BOXES: tl.constexpr, SOFTCAP: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The keys from ``first`` to ``last``; masked where a query does not see all of them."""
@@ -629,11 +633,11 @@ def _flash_attention_bwd_dq_steps(
     for start in range(first, last, BLOCK_N):
         k_tile = _rows(
             k, stride_kb, stride_kh, stride_kn, stride_kd, b, h_kv, start, S,
-            D, MASKED, BOXES, BLOCK_N, BLOCK_D,
+            D, MASKED, BOXES, BLOCK_N, BLOCK_D, PACKED,
         )  # fmt: skip
         v_tile = _rows(
             v, stride_vb, stride_vh, stride_vn, stride_vd, b, h_kv, start, S,
-            D, MASKED, BOXES, BLOCK_N, BLOCK_D,
+            D, MASKED, BOXES, BLOCK_N, BLOCK_D, PACKED,
         )  # fmt: skip
         zeros = tl.zeros((q_tile.shape[0], BLOCK_N), ACC)
         scores = _dot(q_tile, k_tile.T, zeros, PRECISION)  # (BLOCK_M, BLOCK_N)
@@ -709,19 +713,19 @@ def _flash_attention_bwd_dq_kernel(
                 dq, q_tile, do_tile, lse, delta,
                 k, stride_kb, stride_kh, stride_kn, stride_kd, v, stride_vb, stride_vh, stride_vn, stride_vd,
                 b, h // GROUP, last_key, begin + first, begin + tl.minimum(left, last), keys - queries, begin + keys, window, scale,
-                D, True, CAUSAL, WINDOW, BOXES, SOFTCAP, ACC, PRECISION, BLOCK_N, BLOCK_D,
+                D, True, CAUSAL, PACKED, WINDOW, BOXES, SOFTCAP, ACC, PRECISION, BLOCK_N, BLOCK_D,
             )  # fmt: skip
         dq = _flash_attention_bwd_dq_steps(
             dq, q_tile, do_tile, lse, delta,
             k, stride_kb, stride_kh, stride_kn, stride_kd, v, stride_vb, stride_vh, stride_vn, stride_vd,
             b, h // GROUP, last_key, begin + left, begin + full, keys - queries, begin + keys, window, scale,
-            D, False, CAUSAL, WINDOW, BOXES, SOFTCAP, ACC, PRECISION, BLOCK_N, BLOCK_D,
+            D, False, CAUSAL, PACKED, WINDOW, BOXES, SOFTCAP, ACC, PRECISION, BLOCK_N, BLOCK_D,
         )  # fmt: skip
         dq = _flash_attention_bwd_dq_steps(
             dq, q_tile, do_tile, lse, delta,
             k, stride_kb, stride_kh, stride_kn, stride_kd, v, stride_vb, stride_vh, stride_vn, stride_vd,
             b, h // GROUP, last_key, begin + full, begin + last, keys - queries, begin + keys, window, scale,
-            D, True, CAUSAL or PACKED, WINDOW, BOXES, SOFTCAP, ACC, PRECISION, BLOCK_N, BLOCK_D,
+            D, True, CAUSAL or PACKED, PACKED, WINDOW, BOXES, SOFTCAP, ACC, PRECISION, BLOCK_N, BLOCK_D,
         )  # fmt: skip
     _store_rows(
         dq_ptr, stride_dqb, stride_dqh, stride_dqn, stride_dqd, dq * dq_scale, b, h, start_m, N,

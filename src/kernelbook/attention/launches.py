@@ -167,11 +167,11 @@ def with_tma(p: Problem, gluon: bool, read: tuple[Tensor, ...], results_like: tu
 
     ``read``: what kernels read, or aligned copies of it in pieces; ``results_like``: tensors that the results are like.
     """
-    # They would read what lies beyond a length or a sequence; and where they can read, tiles are others.
-    there = p.properties.prefers_tma and not p.lengths and not p.packed and not p.properties.same_bits
+    # They would read what lies beyond a length; and where they can read, tiles are others.
+    there = p.properties.prefers_tma and not p.lengths and not p.properties.same_bits
     reads = there and _fit_descriptors(*(t for t in read if is_readable(t)))
     writes = there and _fit_descriptors(*(torch.empty_like(t, device="meta") for t in results_like))
-    hopper = gluon and reads and writes and p.window is None and not p.softcap
+    hopper = gluon and reads and writes and p.window is None and not p.softcap and not p.packed
     return dataclasses.replace(p, tma_reads=reads, hopper=hopper)
 
 
