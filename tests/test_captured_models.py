@@ -191,6 +191,36 @@ def test_a_captured_step_has_our_attention_in_all_layers(
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", ("position_ids", "cu_seq_lens"))
+@pytest.mark.parametrize("kind", ("llama", *WITH_WINDOWS))
+def test_a_captured_step_follows_packed_batches(kind: str, how: str) -> None:
+    """One graph for all boundaries, also if the steps before the capture had one sequence each."""
+    model = llama() if kind == "llama" else windowed(kind)
+    swap(model, quiet=True)
+    plain = copy.deepcopy(model)
+    batches = []
+    for lengths in ((24,), (24,), (24,), (5, 1, 11, 7), (20, 4), (24,), (1,) * 24, (9, 9, 6)):
+        ids = tokens(1, 24)
+        places = torch.cat([torch.arange(n, device=ids.device) for n in lengths])[None]
+        batch = {"input_ids": ids, "labels": ids, "position_ids": places, "use_cache": False}
+        if how == "cu_seq_lens":
+            ends = torch.tensor((0, *lengths), device=ids.device).cumsum(0, dtype=torch.int32)
+            batch |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": max(lengths)}
+        batches.append(batch)
+    step = CapturedStep(model, adam(model))
+    losses = torch.stack([step(**interop.known_masks(model, batch)) for batch in batches])
+    optimizer, expected = adam(plain), []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = plain(**batch).loss
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.detach())
+    assert step.why_eager is None and len(step._calls) == 1
+    torch.testing.assert_close(losses, torch.stack(expected), rtol=1e-3, atol=0)
+
+
 def test_masks_of_other_kinds_of_models_stay() -> None:
     """A model of several modalities makes masks of its own; so does one that takes no dictionary of them."""
     sizes = COMMON | {"intermediate_size": 48, "head_dim": 8, "sliding_window": 4}
