@@ -27,10 +27,10 @@ from kernelbook.nn.named_attention import (
     asked_for,
     boolean_mask,
     cu_seqlens,
+    encode_mask,
+    encode_packed,
     is_stated,
     own_attention,
-    packed_statement,
-    statement,
     told_to_be_packed,
 )
 
@@ -96,7 +96,7 @@ def _stated(
     if number is not None and attention_mask is None and q_length == kv_length and not static and not q_offset:
         window = local_size if local_size is not None and kv_length > local_size else None
         if packed is causal_mask_function if local_size is None else _is_window(packed, local_size):
-            return packed_statement(cu_seqlens(number), window)
+            return encode_packed(cu_seqlens(number), window)
     # A step of decoding with a static cache is told to make its mask, and so is a mask with something added.
     plain = mask_function is causal_mask_function if static else not compiling and _is_window(mask_function, local_size)
     if not (allow_is_causal_skip or (q_length == 1 and plain)):
@@ -116,21 +116,21 @@ def _stated(
             return False
         if not tracing and q_length > 1 and int(q_offset) == 0:
             return None
-        return statement((q_offset + q_length).to(torch.int64).expand(batch_size), None)
+        return encode_mask((q_offset + q_length).to(torch.int64).expand(batch_size), None)
     there = q_offset + q_length
     if kv_offset == 0 and kv_length > there and local_size is not None and not tracing:
         # A static cache whose window is not full: what it has room for is more than what is there.
-        return statement(torch.full((batch_size,), there, dtype=torch.int64, device=device), None)
+        return encode_mask(torch.full((batch_size,), there, dtype=torch.int64, device=device), None)
     if kv_offset + kv_length != there:
         return False
     window = local_size if local_size is not None and kv_length > local_size else None
     if window is None and q_length in (1, kv_length):
         return None
-    return statement(torch.empty(0, dtype=torch.int64, device=device), window)
+    return encode_mask(torch.empty(0, dtype=torch.int64, device=device), window)
 
 
 def _both(mask_function: Any) -> tuple[Any, ...]:
-    """The two functions that transformers' ``and_masks`` has joined, or ``()``."""
+    """Return the two functions that transformers' ``and_masks`` has joined, or ``()``."""
     cells: Any = getattr(mask_function, "__closure__", None) or ()
     parts = cells[0].cell_contents if len(cells) == 1 else ()
     return parts if isinstance(parts, tuple) and len(parts) == 2 else ()
@@ -185,7 +185,7 @@ def known_masks(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
         tokens = found.get("input_ids", found.get("inputs_embeds"))
         device = None if tokens is None else tokens.device
         said = {
-            kind: statement(torch.empty(0, dtype=torch.int64, device=device), window)
+            kind: encode_mask(torch.empty(0, dtype=torch.int64, device=device), window)
             for kind, window in windows.items()
         }
         found["attention_mask"] = said if len(said) > 1 else next(iter(said.values()))

@@ -25,10 +25,10 @@ __all__ = [
     "asked_for",
     "boolean_mask",
     "cu_seqlens",
+    "encode_mask",
+    "encode_packed",
     "is_stated",
     "own_attention",
-    "packed_statement",
-    "statement",
     "told_to_be_packed",
 ]
 
@@ -57,7 +57,7 @@ NEUTRAL = frozenset(
 
 
 def is_stated(mask: torch.Tensor | None) -> bool:
-    """Whether the mask is a :func:`statement`."""
+    """Return whether :func:`encode_mask` made the mask."""
     return mask is not None and mask.dtype == torch.uint64
 
 
@@ -75,13 +75,13 @@ def _window(mask: torch.Tensor) -> int | None:
     return mask.shape[3] - 1 or None
 
 
-def statement(lengths: torch.Tensor, window: int | None) -> torch.Tensor:
-    """The mask that says so: ``lengths`` (B,) int64, or (0,) where all keys are there."""
+def encode_mask(lengths: torch.Tensor, window: int | None) -> torch.Tensor:
+    """Return a mask that tells lengths and window: ``lengths`` (B,) int64, or (0,) where all keys are there."""
     return lengths.view(torch.uint64)[:, None, None, None].expand(-1, 1, 1, 1 + (window or 0))
 
 
 def cu_seqlens(number: torch.Tensor) -> torch.Tensor:
-    """(B N + 1,) where packed sequences begin, in rows one after another; behind the last sequence B N again and again.
+    """Return (B N + 1,) where packed sequences begin, in rows one after another; behind the last sequence B N again and again.
 
     Args:
         number: (B, N) integers, the number of each token's sequence: grows within a row, and counts anew in each.
@@ -92,15 +92,15 @@ def cu_seqlens(number: torch.Tensor) -> torch.Tensor:
     return torch.searchsorted(counted, torch.arange(1, counted.shape[0] + 2, device=number.device))
 
 
-def packed_statement(cu_seqlens: torch.Tensor, window: int | None) -> torch.Tensor:
-    """The mask that says so: ``cu_seqlens`` (B N + 1,) int64."""
+def encode_packed(cu_seqlens: torch.Tensor, window: int | None) -> torch.Tensor:
+    """Return a mask that tells where packed sequences begin, and window: ``cu_seqlens`` (B N + 1,) int64."""
     return cu_seqlens.view(torch.uint64)[None, None, :, None].expand(-1, -1, -1, 1 + (window or 0))
 
 
 def told_to_be_packed(
     mask: torch.Tensor | None, batch: int, n: int, s: int, others: dict[str, Any]
 ) -> torch.Tensor | None:
-    """Where packed sequences begin, in rows one after another; ``None``: nobody tells of any.
+    """Return where packed sequences begin, in rows one after another; ``None``: nobody tells of any.
 
     The mask does, or the keywords ``cu_seq_lens_q`` and, as transformers' FlashAttention reads them, ``position_ids``, for which
     see :func:`begin_anew`.
@@ -138,7 +138,7 @@ def boolean_mask(
     cu_seqlens: torch.Tensor | None = None,
     causal: bool = True,
 ) -> torch.Tensor | None:
-    """The mask for others: (B or 1, 1, N, S) booleans for one that is stated as above; any other as it is.
+    """Return the mask for others: (B or 1, 1, N, S) booleans for one that is stated as above; any other as it is.
 
     With ``cu_seqlens``, of rows one after another, sequences are told apart, and ``causal`` says what ``None`` means.
     """
@@ -157,7 +157,7 @@ def boolean_mask(
 
 
 def asked_for(others: dict[str, Any]) -> list[str]:
-    """The keywords by which a module asks for more than plain attention: a soft cap, sinks, a bias, or whatever comes next."""
+    """Return the keywords that ask for more than plain attention: a soft cap, sinks, a bias, or whatever comes next."""
     return [name for name, value in others.items() if name not in NEUTRAL and value is not None and value is not False]
 
 

@@ -84,7 +84,7 @@ class _WithLinear(torch.nn.Module):
 
 @functools.cache
 def with_linear(kind: Any) -> type[torch.nn.Module]:
-    """The class with its products by :func:`linear`."""
+    """Return the class with its products by :func:`linear`."""
     return type(kind.__name__, (_WithLinear, kind), {"__module__": __name__})
 
 
@@ -97,7 +97,7 @@ def _new(kind: Any) -> torch.nn.Module:
 
 
 class Sequences(NamedTuple):
-    """Where the sequences of a batch lie: rows of queries (B N) and of keys (B S), gathered into a batch of one a row."""
+    """Places of the sequences of a batch: rows of queries (B N) and of keys (B S), gathered into a batch of one a row."""
 
     queries: torch.Tensor  # (R, L) row numbers; places that are none have some row's
     keys: torch.Tensor  # (R, M) likewise
@@ -109,7 +109,7 @@ class Sequences(NamedTuple):
 def sequences(
     mask: torch.Tensor, batch: int, window: int | None, position_ids: torch.Tensor | None = None
 ) -> Sequences:
-    """What a mask (B or 1, 1, N, S) of booleans says, if it is causal within sequences; the host waits for the device, once.
+    """Return what a mask (B or 1, 1, N, S) of booleans says, if it is causal within sequences; the host waits for the device, once.
 
     A query that does not see the key at its own place is padding. ``window``: how many keys back a query sees at most.
 
@@ -147,7 +147,7 @@ def in_mode(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def positions(others: dict[str, Any]) -> torch.Tensor | None:
-    """The ``position_ids`` by which sequences may be packed: of an attention's keywords, or of the model that it is in.
+    """Return the ``position_ids`` by which sequences may be packed: of an attention's keywords, or of the model that it is in.
 
     Some models do not hand them on. Those that a model makes itself, since it was given none, need not be looked at.
     """
@@ -162,7 +162,7 @@ PACKED = "attention_forward: position_ids must not pack sequences where attentio
 
 
 def begin_anew(position_ids: torch.Tensor, batch: int, n: int) -> bool:
-    """Whether ``position_ids`` pack sequences: one does not follow the one before it in its row.
+    """Tell whether ``position_ids`` pack sequences: one does not follow the one before it in its row.
 
     The host waits for the device, once for all layers. While a graph is captured nobody can look: yes for those that were
     looked at before, an input whose boundaries the graph then follows; no for others, which the model makes itself.
@@ -180,7 +180,7 @@ def begin_anew(position_ids: torch.Tensor, batch: int, n: int) -> bool:
 
 
 def jumps(position_ids: torch.Tensor, batch: int) -> torch.Tensor:
-    """(B, N): where a position does not follow the one before it, as transformers' ``find_packed_sequence_indices`` has it."""
+    """Return (B, N): where a position does not follow the one before it, as transformers' ``find_packed_sequence_indices`` has it."""
     found = torch.zeros_like(position_ids, dtype=torch.bool)
     found[:, 1:] = position_ids.diff(dim=1) != 1
     return found.expand(batch, -1)
