@@ -126,7 +126,7 @@ def _plan(
 ) -> BackwardPlan | None:  # fmt: skip
     if k.numel() == 0 or o.numel() == 0:
         return None
-    p = launches.problem(q, k, lengths, cu_seqlens, sinks, causal, window, softcap)
+    p = launches.problem(q, k, lengths, sinks, causal, window, softcap, cu_seqlens=cu_seqlens)
     chosen = choose_kernels(launches.with_tma(p, gluon, (q, k, v, do), (q, k, v)))
     config, acc, scaling = kernels.DELTA_CONFIG, tl_accumulator(p.dtype), launches.scaling(q, scale)
     delta = launcher(

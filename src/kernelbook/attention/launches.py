@@ -71,8 +71,8 @@ class Problem:
 
 
 def problem(
-    q: Tensor, k: Tensor, lengths: Any, cu_seqlens: Any, sinks: Any, causal: bool, window: int | None, softcap: Any,
-    table: Any = None,
+    q: Tensor, k: Tensor, lengths: Any, sinks: Any, causal: bool, window: int | None, softcap: Any,
+    table: Any = None, cu_seqlens: Any = None,
 ) -> Problem:  # fmt: skip
     """The problem of a call, in which with a ``table`` the keys lie in pages (P, H_kv, page, D)."""
     (b, h, n, d), (_, h_kv, s, _), page = q.shape, k.shape, 0

@@ -286,7 +286,7 @@ def _plan(
 ) -> ForwardPlan | None:  # fmt: skip
     if q.numel() == 0 or k.numel() == 0:
         return None
-    p = launches.problem(q, k, lengths, cu_seqlens, sinks, causal, window, softcap)
+    p = launches.problem(q, k, lengths, sinks, causal, window, softcap, cu_seqlens=cu_seqlens)
     return forward_plan(p, scale, gluon, record, q, k, v)
 
 

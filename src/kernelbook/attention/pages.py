@@ -129,7 +129,7 @@ def _plan_paged(
 ) -> ForwardPlan | None:  # fmt: skip
     if not (q.numel() and k_pages.numel() and block_table.numel()):
         return None
-    p = launches.problem(q, k_pages, lengths, None, sinks, True, None, softcap, block_table)
+    p = launches.problem(q, k_pages, lengths, sinks, True, None, softcap, block_table)
     return forward_plan(p, scale, False, False, q)
 
 
