@@ -171,6 +171,7 @@ def with_tma(p: Problem, gluon: bool, read: tuple[Tensor, ...], results_like: tu
     there = p.properties.prefers_tma and not p.lengths and not p.properties.same_bits
     reads = there and _fit_descriptors(*(t for t in read if is_readable(t)))
     writes = there and _fit_descriptors(*(torch.empty_like(t, device="meta") for t in results_like))
+    # Kernels for Hopper take no boundaries; one that does needs them in its arguments (Tiles.mask_args), and this lifted.
     hopper = gluon and reads and writes and p.window is None and not p.softcap and not p.packed
     return dataclasses.replace(p, tma_reads=reads, hopper=hopper)
 
