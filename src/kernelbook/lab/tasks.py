@@ -151,7 +151,8 @@ class Task:
     book: Callable[..., Any] | None = None
     moved: Callable[[Sizes, int], int] | None = None
     flops: Callable[[Sizes], int] | None = None
-    hints: Sequence[str] = ()
+    hints: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    contiguous: bool = False
 
 
 TASKS: dict[str, Task] = {}
@@ -165,6 +166,7 @@ def task(name: str) -> Task:
 
 
 def _add(**fields: Any) -> None:
+    fields["hints"] = {str(i): h for i, h in enumerate(fields.get("hints", ()))}
     TASKS[fields["name"]] = Task(**fields)
 
 
