@@ -80,7 +80,8 @@ def compute() -> None:
     def dot(self: Any, a: Any, b: Any, acc: Any, precision: Any, most: Any) -> Any:
         if precision == ir.INPUT_PRECISION.TF32 and a.dtype.scalar is tl.float32:
             a, b = (
-                interpreter.TensorHandle((x.data.view(np.uint32) & 0xFFFFE000).view(np.float32), x.dtype) for x in (a, b)
+                interpreter.TensorHandle((x.data.view(np.uint32) & 0xFFFFE000).view(np.float32), x.dtype)
+                for x in (a, b)
             )
         return rounding("create_dot")(self, a, b, acc, precision, most)
 
@@ -105,13 +106,19 @@ def compute() -> None:
         return real["create_bitcast"](self, source, target)
 
     def absolute(self: Any, arg: Any) -> Any:
-        return interpreter.TensorHandle(np.abs(arg.data), tl.bfloat16) if _is_bfloat16(arg) else real["create_fabs"](self, arg)
+        return (
+            interpreter.TensorHandle(np.abs(arg.data), tl.bfloat16)
+            if _is_bfloat16(arg)
+            else real["create_fabs"](self, arg)
+        )
 
     def load(self: Any, pointers: Any, mask: Any, other: Any, *how: Any) -> Any:
         if (place := _in_memory(pointers)) is None:
             return real["create_masked_load"](self, pointers, mask, other, *how)
         # What nothing was said of is NaN in a block; of a scalar Triton's front end drops ``other=0.0``.
-        filled = other.data if other is not None else np.full(pointers.data.shape, np.nan if pointers.data.size > 1 else 0)
+        filled = (
+            other.data if other is not None else np.full(pointers.data.shape, np.nan if pointers.data.size > 1 else 0)
+        )
         bits = interpreter.TensorHandle(_bits(np.broadcast_to(filled, pointers.data.shape)), tl.uint16)
         loaded = real["create_masked_load"](self, place, mask, bits, *how)
         return interpreter.TensorHandle(_values(loaded.data), tl.bfloat16)

@@ -20,18 +20,20 @@ import atexit
 import contextlib
 import dataclasses
 import difflib
-import importlib.util
 import math
+import multiprocessing
 import os
+import pickle
 import random
+import runpy
 import secrets
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
-import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,7 @@ PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 
 # What to look at, by what went wrong; a task may have words of its own.
 HINTS = {
+    "rule": "PyTorch may allocate, view, copy and convert. The arithmetic belongs in a kernel.",
     "mask": "Give every load and every store mask=offs < n, and a load also other=: a number that changes nothing.",
     "tail": "Sizes of a power of two are right, so look beyond the end: what does a masked element add (other=0.0, or -inf before "
     "an exponential), and is a mean divided by the size and not by the tile?",
@@ -86,11 +89,10 @@ class Speed:
     ms: float
     bound_ms: float
     torch_ms: float
-    book_ms: float | None
 
     def __str__(self) -> str:
-        others = f"PyTorch {self.torch_ms:.4g} ms" + (f", the book's {self.book_ms:.4g} ms" if self.book_ms else "")
-        return f"{self.ms:.4g} ms for {self.sizes} on {self.gpu}: {self.bound_ms / self.ms:.0%} of the bound; {others}"
+        share = f"{self.bound_ms / self.ms:.0%} of the bound; PyTorch {self.torch_ms:.4g} ms"
+        return f"{self.ms:.4g} ms for {self.sizes} on {self.gpu}: {share}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,13 +146,14 @@ class _Server:
 
     def __init__(self, how: str) -> None:
         own, other = socket.socketpair()
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         if how != "gpu":
-            environment |= {"TRITON_INTERPRET": "1" if how == "interpret" else "0", "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "kernelbook.lab.judge_worker", str(other.fileno()), *(["serve"] if how != "gpu" else [])],
-            env=environment, pass_fds=(other.fileno(),), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-        )  # fmt: skip
+            environment |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+            environment["TRITON_INTERPRET"] = "1" if how == "interpret" else "0"
+        command = [sys.executable, "-m", "kernelbook.lab.judge_worker", str(other.fileno()), "serve"]
+        command = command[: 4 + (how != "gpu")]
+        void = subprocess.DEVNULL
+        self.process = subprocess.Popen(command, env=environment, pass_fds=(other.fileno(),), stdin=void, stdout=void)
         other.close()
         self.control = own
 
@@ -186,32 +189,28 @@ class _Solution:
     """A solution at work in a process of its own; one message is sent, and its answer read, before the next."""
 
     def __init__(self, server: _Server, text: str, function: str, task: Task, folder: Path, seed: int) -> None:
-        self.folder, self.pid = folder, 0
-        (folder / "solution.py").write_text(text, encoding="utf-8")
-        self.channel, other = socket.socketpair()
+        self.folder, self.task, self.pid = folder, task, 0
+        self.rules = {"grads": list(task.grads), "also": list(task.also), "copies": task.copies}
+        file = folder / "solution.py"
+        file.write_text(text, encoding="utf-8")
+        self.channel, other = multiprocessing.Pipe()
         socket.send_fds(server.control, [b"."], [other.fileno()])
         other.close()
-        self.channel.settimeout(SECONDS)
         memory = 0 if runtime.DEVICE.type == "cuda" else 16 * 2**30  # addresses, of which CUDA takes many
         self.send(
-            {
-                "do": "load", "folder": str(folder), "file": str(folder / "solution.py"), "function": function, "also": list(task.also),
-                "copies": task.copies, "memory": memory, "seconds": 600, "seed": seed,
-            }
-        )  # fmt: skip
+            {"do": "load", "file": str(file), "function": function, "memory": memory, "seconds": 600, "seed": seed}
+        )
         self.pid = self.answer()["pid"]
 
     def send(self, message: Mapping[str, Any]) -> None:
-        try:
-            judge_worker.send(self.channel, message)
-        except OSError:
-            raise _WrongError("its process has ended") from None
+        with contextlib.suppress(OSError):  # the answer says so
+            self.channel.send_bytes(pickle.dumps(self.rules | message))
 
     def answer(self) -> dict[str, Any]:
         try:
-            answer = judge_worker.receive(self.channel)
-        except TimeoutError:
-            raise _WrongError(f"it did not answer within {SECONDS:.0f} seconds") from None
+            if not self.channel.poll(SECONDS):
+                raise _WrongError(f"it did not answer within {SECONDS:.0f} seconds")
+            answer = pickle.loads(self.channel.recv_bytes())
         except (EOFError, OSError):
             raise _WrongError("its process ended: a crash, or a limit on time or memory") from None
         if "refused" in answer:
@@ -262,7 +261,7 @@ class _Case:
     calls: int = 1
 
     def __str__(self) -> str:
-        words = [" ".join(f"{name}={size}" for name, size in self.sizes.items()), str(self.dtype).removeprefix("torch.")]
+        words = [" ".join(f"{name}={size}" for name, size in self.sizes.items()), str(self.dtype)[len("torch.") :]]
         words += [self.layout] if self.layout != "contiguous" else []
         words += [f"dy {self.dy}"] if self.dy != "contiguous" else []
         return ", ".join(words + ([f"numbers around {self.scale:g}"] if self.scale != 1 else []))
@@ -270,7 +269,8 @@ class _Case:
     @property
     def order(self) -> tuple[Any, ...]:
         """Small before large, plain before strange."""
-        return self.calls > 1, _elements(self.sizes), self.layout != "contiguous", self.dy != "contiguous", self.scale != 1
+        strange = self.layout != "contiguous", self.dy != "contiguous", self.scale != 1
+        return self.calls > 1, _elements(self.sizes), *strange
 
 
 def _elements(sizes: Mapping[str, int]) -> int:
@@ -298,20 +298,16 @@ def _drawn(task: Task, rng: random.Random) -> dict[str, int]:
 def _cases(task: Task, rng: random.Random) -> list[_Case]:
     """Every size, every scale, every layout and every layout of ``dy`` in every dtype; nothing; and new numbers in old memory."""
     sizes = sorted(task.sizes, key=_elements)
-    middle = sizes[len(sizes) // 2]
-    cases = []
+    middle, cases = sizes[len(sizes) // 2], []
+    layouts = tasks.LAYOUTS if task.strided else tasks.LAYOUTS[:1]
     for dtype in task.dtypes:
         cases += [_Case(s, dtype) for s in sizes]
         cases += [_Case(s, dtype, scale=scale) for scale in task.scales if scale != 1 for s in (middle, sizes[-1])]
-        cases += [_Case(_drawn(task, rng), dtype, layout) for layout in (tasks.LAYOUTS if task.strided else tasks.LAYOUTS[:1])]
+        cases += [_Case(_drawn(task, rng), dtype, layout) for layout in layouts]
         cases += [_Case(_drawn(task, rng), dtype, dy=dy) for dy in tasks.LAYOUTS[1:] if task.grads]
         cases += [_Case({**middle, task.empty: 0}, dtype)] if task.empty else []
         cases += [_Case(middle, dtype, calls=3)]
     return sorted(cases, key=lambda case: case.order)
-
-
-def _to(device: torch.device, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
 
 
 def _list(found: Any) -> list[torch.Tensor]:
@@ -322,31 +318,26 @@ class _Asked:
     """One case, drawn; what the solution has to give back for it."""
 
     def __init__(self, task: Task, case: _Case, seed: int) -> None:
-        self.task = task
-        self.series = [
-            task.inputs(Draw(seed + i, case.dtype, case.layout, case.scale), **case.sizes) for i in range(case.calls)
-        ]
+        calls = range(case.calls)
+        draws = [Draw(seed + i, case.dtype, case.layout, case.scale) for i in calls]
+        self.task, self.series = task, [task.inputs(draw, **case.sizes) for draw in draws]
         shapes = [out.shape for out in _list(task.reference(**self.series[0]))] if task.grads else []
-        self.upstream = [[Draw(seed + 10_000 + i, case.dtype, case.dy)(*shape) for shape in shapes] for i in range(case.calls)]
+        self.upstream = [[Draw(~seed + i, case.dtype, case.dy)(*shape) for shape in shapes] for i in calls]
 
-    def message(self) -> dict[str, Any]:
-        return {"do": "call", "series": self.series, "grads": list(self.task.grads), "upstream": self.upstream}
-
-    def found(self, number: int, result: Mapping[str, Any], device: torch.device) -> list[_Found]:
+    def found(self, number: int, result: Mapping[str, Any]) -> list[_Found]:
         """What one call returned, beside the truth and PyTorch's own; raises where there is nothing to compare."""
-        inputs, upstream = _to(device, self.series[number]), [up.to(device) for up in self.upstream[number]]
-        plain = self.task.peer or self.task.reference
-        truth, true_grads = check._run(self.task.reference, inputs, torch.float64, upstream or None, self.task.grads)
-        base, base_grads = check._run(plain, inputs, None, upstream or None, self.task.grads)
-        if len(result["outputs"]) != len(truth):
-            raise _WrongError(f"it returned {len(result['outputs'])} tensors where {len(truth)} were expected", "return")
+        given, grads = (self.series[number], self.upstream[number] or None), self.task.grads
+        truth, true_grads = check._run(self.task.reference, given[0], torch.float64, given[1], grads)
+        base, base_grads = check._run(self.task.peer or self.task.reference, given[0], None, given[1], grads)
+        ours: list[torch.Tensor] = result["outputs"]
+        if len(ours) != len(truth):
+            raise _WrongError(f"it returned {len(ours)} tensors where {len(truth)} were expected", "return")
         names = ["the result"] if len(truth) == 1 else [f"result {i}" for i in range(len(truth))]
-        by = [f"the gradient by {name}" for name in self.task.grads]
-        found = [
-            *((*parts, check.FORWARD_FACTOR) for parts in zip(names, result["outputs"], truth, base, strict=True)),
-            *((*parts, check.GRADIENT_FACTOR) for parts in zip(by, result["grads"], true_grads, base_grads, strict=True)),
-        ]
-        return [_Found.of(name, out.to(device), true, plain_, factor) for name, out, true, plain_, factor in found]  # type: ignore[arg-type]
+        by = [f"the gradient by {name}" for name in grads]
+        forward = zip(names, ours, truth, base, strict=True)
+        backward = zip(by, result["grads"], true_grads, base_grads, strict=True)
+        found = [_Found.of(*parts, check.FORWARD_FACTOR) for parts in forward]
+        return found + [_Found.of(*parts, check.GRADIENT_FACTOR) for parts in backward]  # type: ignore[arg-type]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -364,26 +355,23 @@ class _Found:
             raise _WrongError(f"{name} has shape {tuple(out.shape)}, expected {tuple(truth.shape)}", "return")
         if out.dtype != base.dtype:
             raise _WrongError(f"{name} is {out.dtype}, expected {base.dtype}", "return")
-        if not base.is_floating_point():
-            if bool((wrong := out != base).any()):
-                many = f"{int(wrong.sum())} of {out.numel()}"
-                raise _WrongError(f"{name} is wrong in {many} elements, {_first(wrong, out, base)}")
-            return _Found(check.Verdict(name, 0.0, 0.0, 0.0, 0.0), out, truth)
-        if bool((nan := torch.isnan(out) & ~torch.isnan(truth)).any()):
-            many = f"{int(nan.sum())} of {out.numel()}"
-            told = f"{name} has NaN in {many} elements, {_first(nan, out, truth)}: not written, or made of what lies outside"
-            raise _WrongError(told)
-        return _Found(check.compare(name, out, truth, base, factor=factor), out, truth)
+        numbers = base.is_floating_point()
+        wrong = torch.isnan(out) & ~torch.isnan(truth) if numbers else out != base
+        if bool(wrong.any()):
+            told = f"{'has NaN' if numbers else 'is wrong'} in {int(wrong.sum())} of {out.numel()} elements"
+            made = ": not written, or made of what lies outside" if numbers else ""
+            raise _WrongError(f"{name} {told}, {_first(wrong, out, truth)}{made}")
+        verdict = check.compare(name, out, truth, base, factor=factor) if numbers else check.Verdict(name, 0, 0, 0, 0)
+        return _Found(verdict, out, truth)
 
     def __str__(self) -> str:
         """What a failed comparison says to a reader."""
         difference = (self.out.double() - self.truth).abs()
         allowed = max(4 * self.verdict.limit * float(self.truth.abs().max()), 1e-30)
         wrong = difference > min(allowed, float(difference.max()) * 0.999)
-        return (
-            f"{self.verdict.name} is off by {self.verdict.error:.1e} where {self.verdict.limit:.1e} is allowed; {int(wrong.sum())} of "
-            f"{self.truth.numel()} elements stand out, {_first(wrong, self.out, self.truth)}"
-        )
+        off = f"is off by {self.verdict.error:.1e} where {self.verdict.limit:.1e} is allowed"
+        where = f"{int(wrong.sum())} of {self.truth.numel()} elements stand out"
+        return f"{self.verdict.name} {off}; {where}, {_first(wrong, self.out, self.truth)}"
 
 
 def _first(wrong: torch.Tensor, out: torch.Tensor, truth: torch.Tensor) -> str:
@@ -394,125 +382,104 @@ def _first(wrong: torch.Tensor, out: torch.Tensor, truth: torch.Tensor) -> str:
     return f"the first at {list(place)}: {ours:.{digits}g} instead of {true:.{digits}g}"
 
 
-def _run_case(solution: _Solution, task: Task, case: _Case, seed: int, device: torch.device) -> None:
+def _run_case(solution: _Solution, case: _Case, seed: int) -> None:
     """Raises :class:`_WrongError` if the solution is wrong for the case."""
 
-    def ask(seed: int) -> list[list[_Found]]:
-        asked = _Asked(task, case, seed)
-        results = solution.ask(asked.message())["results"]
-        found = [asked.found(number, result, device) for number, result in enumerate(results)]
-        if task.contiguous and not all(result["contiguous"] for result in results):
+    def ask(seed: int) -> list[_Found]:
+        asked = _Asked(solution.task, case, seed)
+        results = solution.ask({"do": "call", "series": asked.series, "upstream": asked.upstream})["results"]
+        found = [one for number, result in enumerate(results) for one in asked.found(number, result)]
+        if solution.task.contiguous and not all(result["contiguous"] for result in results):
             raise _WrongError("the result is not contiguous, as the task promises", "contiguous")
         return found
 
+    def mean(values: Iterable[float]) -> float:
+        return math.sqrt(statistics.mean(value**2 for value in values))
+
     try:
         found = ask(seed)
-        failed = [(i, j) for i, row in enumerate(found) for j, one in enumerate(row) if not one.verdict.passed]
+        failed = [i for i, one in enumerate(found) if not one.verdict.passed]
         # A limit that PyTorch's luck has made small does not count: the root mean squares over more draws do.
-        close = all(found[i][j].verdict.error < 10 * found[i][j].verdict.limit for i, j in failed)
-        draws = [found, *(ask(seed + 100_000 * (i + 1)) for i in range(REDRAWS if failed and close else 0))]
+        close = failed and all(found[i].verdict.error < 10 * found[i].verdict.limit for i in failed)
+        draws = [found, *(ask(seed + 100_000 * (i + 1)) for i in range(REDRAWS if close else 0))]
     except check.CheckError:  # PyTorch's own result is not finite
         return
-    for i, j in failed:
-        verdicts = [draw[i][j].verdict for draw in draws]
-
-        def mean(field: str, verdicts: Sequence[check.Verdict] = verdicts) -> float:
-            return math.sqrt(sum(getattr(verdict, field) ** 2 for verdict in verdicts) / len(verdicts))
-
-        if len(draws) == 1 or mean("error") > mean("limit") or mean("element") > 1:
-            call = f"call {i + 1} of {case.calls} with new numbers in the same memory: " if case.calls > 1 else ""
-            raise _WrongError(f"{call}{found[i][j]}")
+    for i in failed:
+        verdicts = [draw[i].verdict for draw in draws]
+        limit = mean(verdict.limit for verdict in verdicts)
+        if not (close and mean(v.error for v in verdicts) <= limit and mean(v.element for v in verdicts) <= 1):
+            call = "of several calls with new numbers in the same memory: " if case.calls > 1 else ""
+            raise _WrongError(f"{call}{found[i]}")
 
 
-def _why(solution: _Solution, task: Task, case: _Case, seed: int, device: torch.device) -> str:
+def _why(solution: _Solution, case: _Case, seed: int) -> str:
     """The kind of a failure: which one thing of the case, undone, makes it right. Empty where none does."""
-    powers = {n: s if n in task.powers or n in task.multiple or s < 3 else 1 << (s.bit_length() - 1) for n, s in case.sizes.items()}
-    undone = {
-        "kept": {"calls": 1}, "dy": {"dy": "contiguous"}, "stride": {"layout": "contiguous"}, "scale": {"scale": 1.0},
-        "dtype": {"dtype": torch.float32}, "tail": {"sizes": powers},
-    }  # fmt: skip
-    for kind, change in undone.items():
-        plain = dataclasses.replace(case, **change)
-        if plain != case and plain.dtype in task.dtypes:
-            try:
-                _run_case(solution, task, plain, seed, device)
-            except _WrongError:
-                continue
-            return kind
+    kept = {*solution.task.powers, *solution.task.multiple}
+    powers = {n: s if n in kept or s < 3 else 1 << (s.bit_length() - 1) for n, s in case.sizes.items()}
+    plain = {
+        "kept": ("calls", 1),
+        "dy": ("dy", "contiguous"),
+        "stride": ("layout", "contiguous"),
+        "scale": ("scale", 1.0),
+    }
+    for kind, (field, value) in (plain | {"dtype": ("dtype", torch.float32), "tail": ("sizes", powers)}).items():
+        undone = dataclasses.replace(case, **{field: value})
+        if undone != case and undone.dtype in solution.task.dtypes:
+            with contextlib.suppress(_WrongError):
+                _run_case(solution, undone, seed)
+                return kind
     return ""
 
 
-def _far_apart(solution: _Solution, task: Task, seed: int, device: torch.device) -> None:
+def _far_apart(solution: _Solution, seed: int) -> None:
     """Raises :class:`_WrongError` if elements that lie 2**31 apart are not read where they are: by offsets that 32 bits cannot count."""
-    sizes = next((sizes for sizes in sorted(task.sizes, key=_elements) if sum(s > 2 for s in sizes.values()) > 1), None)
-    if sizes is None:
-        return
-    asked = _Asked(dataclasses.replace(task, grads=()), _Case(sizes, min(task.dtypes, key=lambda dtype: dtype.itemsize)), seed)
-    for name, value in asked.series[0].items():
-        if not isinstance(value, torch.Tensor) or value.dim() < 2 or not value.is_floating_point():
-            continue
-        for dim in sorted({0, value.dim() - 1}):
-            if value.shape[dim] < 3:
-                continue
-            try:
-                outputs = solution.ask({"do": "far", "inputs": asked.series[0], "name": name, "dim": dim})["outputs"]
-                found = [] if outputs is None else asked.found(0, {"outputs": outputs, "grads": []}, device)
-                told = next((str(one) for one in found if one.verdict.error > 10 * one.verdict.limit), "")
-            except _WrongError as error:
-                told = str(error)
-            if told:
-                lie = "rows" if dim == 0 else "columns"
-                raise _WrongError(f"with {lie} of {name} so far apart that 32 bits do not count the offsets, {told}: "
-                                  "convert with .to(tl.int64) before a stride is multiplied", "overflow")  # fmt: skip
+    task = dataclasses.replace(solution.task, grads=())
+    sizes = sorted(task.sizes, key=lambda sizes: (sum(size > 2 for size in sizes.values()) < 2, _elements(sizes)))[0]
+    asked = _Asked(task, _Case(sizes, min(task.dtypes, key=lambda dtype: dtype.itemsize)), seed)
+    matrices = {name: x for name, x in asked.series[0].items() if isinstance(x, torch.Tensor) and x.dim() > 1}
+    for name, dim in [(name, dim) for name, x in matrices.items() for dim in {0, x.dim() - 1} if x.shape[dim] > 2]:
+        try:
+            outputs = solution.ask({"do": "far", "inputs": asked.series[0], "name": name, "dim": dim})["outputs"]
+            found = asked.found(0, {"outputs": outputs, "grads": []}) if outputs is not None else []
+            told = next((str(one) for one in found if one.verdict.error > 10 * one.verdict.limit), "")
+        except _WrongError as error:
+            told = str(error)
+        if told:
+            lie = f"{'columns' if dim else 'rows'} of {name} lie so far apart that 32 bits do not count the offsets"
+            raise _WrongError(
+                f"where {lie}, {told}. Convert with .to(tl.int64) before a stride is multiplied", "overflow"
+            )
 
 
-def _compiles(solution: _Solution, task: Task, rng: random.Random) -> None:
-    """Asks for the compiler's word on every size, and on a strided case in every dtype."""
-    sizes, dtypes = sorted(task.sizes, key=_elements), task.dtypes
-    cases = [_Case(s, dtypes[i % len(dtypes)]) for i, s in enumerate(sizes)]
-    cases += [_Case(_drawn(task, rng), dtype, "padded" if task.strided else "contiguous") for dtype in dtypes]
+def _compiles(solution: _Solution, rng: random.Random) -> None:
+    """Asks for the compiler's word on every size, and on a strided case in every dtype; its answer comes later."""
+    task = solution.task
+    cases = [_Case(s, task.dtypes[i % len(task.dtypes)]) for i, s in enumerate(task.sizes)]
+    cases += [_Case(_drawn(task, rng), dtype, "padded" if task.strided else "contiguous") for dtype in task.dtypes]
     asked = [_Asked(task, case, rng.getrandbits(32)) for case in cases]
-    solution.send({"do": "compile", "grads": list(task.grads), "cases": [(one.series[0], one.upstream[0]) for one in asked]})
+    solution.send({"do": "compile", "cases": [(one.series[0], one.upstream[0]) for one in asked]})
 
 
-# --- speed ----------------------------------------------------------------------------------------------------------------
-
-
-def _timed(solution: _Solution, task: Task, seed: int) -> Speed:
+def _timed(solution: _Solution, seed: int) -> Speed:
     """The time at the real size; raises :class:`_WrongError` if the result there is wrong."""
-    dtype, device = task.dtypes[-1], runtime.DEVICE
+    task, dtype = dataclasses.replace(solution.task, grads=()), solution.task.dtypes[-1]
     case = _Case(task.real, dtype)
-    asked = _Asked(dataclasses.replace(task, grads=()), case, seed)
+    asked = _Asked(task, case, seed)
     answer = solution.ask({"do": "time", "inputs": asked.series[0], "rep_ms": 100.0})
-    for one in asked.found(0, {"outputs": answer["outputs"], "grads": []}, device):
+    for one in asked.found(0, {"outputs": answer["outputs"], "grads": []}):
         if not one.verdict.passed:
             raise _WrongError(f"for {case}: {one}")
-    inputs = _to(device, asked.series[0])
     ceilings = timing.measure_ceilings(quick=True)
-    outputs = _list(task.reference(**inputs))
-    tensors = [value for value in (*inputs.values(), *outputs) if isinstance(value, torch.Tensor)]
+    tensors = [value for value in (*asked.series[0].values(), *answer["outputs"]) if isinstance(value, torch.Tensor)]
     moved = task.moved(task.real, dtype.itemsize) if task.moved else sum(t.numel() * t.element_size() for t in tensors)
-    bound = moved / ceilings.copy_gbs / 1e6
-    if task.flops:
-        tflops = ceilings.tf32_tflops if dtype is torch.float32 else ceilings.bf16_tflops
-        bound = max(bound, task.flops(task.real) / tflops / 1e9)
-    functions = {"torch": task.peer or task.reference, **({"book": task.book} if task.book else {})}
-    times = timing.measure_in_turn({name: lambda call=call: call(**inputs) for name, call in functions.items()})  # type: ignore[misc]
-    book = times["book"].ms if "book" in times else None
-    return Speed(runtime.properties().name, str(case), answer["ms"], bound, times["torch"].ms, book)
+    tflops = ceilings.tf32_tflops if dtype is torch.float32 else ceilings.bf16_tflops
+    bound = max(moved / ceilings.copy_gbs / 1e6, task.flops(task.real) / tflops / 1e9 if task.flops else 0.0)
+    inputs = {n: x.to(runtime.DEVICE) if isinstance(x, torch.Tensor) else x for n, x in asked.series[0].items()}
+    peer = timing.measure(lambda: (task.peer or task.reference)(**inputs))
+    return Speed(runtime.properties().name, str(case), answer["ms"], bound, peer.ms)
 
 
 # --- judge ----------------------------------------------------------------------------------------------------------------
-
-
-def _text(solution: Any, name: str) -> tuple[str, str]:
-    """The text of a solution and its function's name in it."""
-    if not isinstance(solution, (str, Path)):
-        return judge_source.text_of(solution), judge_source.base_of(solution).__name__
-    try:
-        return Path(solution).read_text(encoding="utf-8"), name
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"judge: {solution} cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
 def find_task(name: str) -> Task:
@@ -521,24 +488,21 @@ def find_task(name: str) -> Task:
     known: Mapping[str, Task] = TASKS
     if colon:
         try:
-            spec = importlib.util.spec_from_file_location("own_tasks", place)
-            assert spec is not None and spec.loader is not None
-            module: types.ModuleType = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
+            found = runpy.run_path(place).values()
         except Exception as error:
-            raise ValueError(f"judge: {place} cannot be read as a file of tasks: {type(error).__name__}: {error}") from None
-        known = {value.name: value for value in vars(module).values() if isinstance(value, Task)}
+            told = f"{type(error).__name__}: {error}"
+            raise ValueError(f"judge: {place} cannot be read as a file of tasks: {told}") from None
+        known = {value.name: value for value in found if isinstance(value, Task)}
     if own not in known:
-        near = difflib.get_close_matches(own, known, 1)
-        told = f"did you mean {near[0]}?" if near else f"it has {', '.join(known) or 'none'}" if colon else "`python -m kernelbook judge` lists them"
-        raise ValueError(f"judge: there is no task {own!r}{f' in {place}' if colon else ''}: {told}")
+        near = [f"did you mean {match}?" for match in difflib.get_close_matches(own, known, 1)]
+        there = f"{place} has {', '.join(known) or 'none'}" if colon else "`python -m kernelbook judge` lists them"
+        raise ValueError(f"judge: there is no task {own!r}: {(near or [there])[0]}")
     return known[own]
 
 
 def _hints(task: Task, kind: str, many: int) -> tuple[str, ...]:
     """First of what went wrong, then how the task is done."""
-    own = [*([task.hints[kind]] if kind in task.hints else [HINTS[kind]] if kind in HINTS else [])]
-    return tuple([*own, *(hint for name, hint in task.hints.items() if name != kind)][:many])
+    return tuple(hint for hint in (task.hints.get(kind) or HINTS.get(kind), task.how) if hint)[:many]
 
 
 def judge(
@@ -555,7 +519,7 @@ def judge(
     Args:
         solution: a function of a notebook or a script, or the path of a file with a function of the task's name.
         task: a name of :data:`TASKS`, or a :class:`Task`.
-        hints: how many hints to give, where the solution is not right.
+        hints: how many hints to give, where the solution is not right: one of what went wrong, then how the task is done.
         seed: of sizes and numbers; default: a new one each time.
         gpu: whether to go on to the GPU; default: if there is one.
         speed: whether to take the time, on a GPU.
@@ -564,54 +528,48 @@ def judge(
         ValueError: there is no such task or file, or the function cannot be made a file.
     """
     task = find_task(task) if isinstance(task, str) else task
-    if gpu is None:
-        gpu = runtime.DEVICE.type == "cuda"
+    gpu = runtime.DEVICE.type == "cuda" if gpu is None else gpu
     if gpu and runtime.DEVICE.type != "cuda":
         raise ValueError("judge: gpu=True needs a GPU on which kernels are compiled, and there is none")
-    text, function = _text(solution, task.name)
+    if isinstance(solution, (str, Path)):
+        try:
+            text, function = Path(solution).read_text(encoding="utf-8"), task.name
+        except (OSError, ValueError) as error:
+            raise ValueError(f"judge: {solution} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    else:
+        text, function = judge_source.text_of(solution), judge_source.base_of(solution).__name__
     rng = random.Random(secrets.randbits(64) if seed is None else seed)
-    first = rng.getrandbits(32)
-    passed, timed, compiled = 0, None, ""
-
-    def judged(sentence: str = "", kind: str = "", printed: str = "") -> Judgement:
-        given = _hints(task, kind, hints) if sentence else ()
-        return Judgement(task.name, sentence, passed, kind, "" if sentence else compiled, timed, given, printed)
-
-    running: _Solution | None = None
-    try:
-        with contextlib.ExitStack() as stack:
-            compiling = None
+    file, passed, case, speed_, compiled = (text, function, task, rng.getrandbits(32)), 0, None, None, ""
+    with contextlib.ExitStack() as stack:
+        compiling: _Solution | None = None
+        running: Any = None
+        try:
             if not gpu and PTXAS.exists():
-                compiling = stack.enter_context(_solution("compile", text, function, task, first))
+                compiling = stack.enter_context(_solution("compile", *file))
             for how in ("interpret", "gpu")[: 1 + gpu]:
-                device = runtime.DEVICE if how == "gpu" else torch.device("cpu")
-                running = stack.enter_context(_solution(how, text, function, task, first))
+                running = stack.enter_context(_solution(how, *file))
                 running.answer()
-                if compiling is not None and not passed:
-                    with contextlib.suppress(_WrongError):
-                        compiling.answer()
-                        _compiles(compiling, task, random.Random(first))
+                if compiling is not None:
+                    compiling.answer()
+                    _compiles(compiling, random.Random(file[-1]))
                 for case in _cases(task, rng):
                     drawn = rng.getrandbits(32)
-                    try:
-                        _run_case(running, task, case, drawn, device)
-                    except _WrongError as wrong:
-                        printed = running.printed()
-                        kind = wrong.kind or _why(running, task, case, drawn, device)
-                        if kind in NOT_JUDGED:
-                            return judged(f"{wrong}.", kind)
-                        also = f"; {_UNDONE[kind]}" if not wrong.kind and kind else ""
-                        return judged(f"for {case}: {wrong}{also}.", kind, printed)
+                    _run_case(running, case, drawn)
                     passed += 1
+                case = None
                 if task.strided:
-                    _far_apart(running, task, rng.getrandbits(32), device)
+                    _far_apart(running, rng.getrandbits(32))
                 if how == "gpu" and speed:
-                    timed = _timed(running, task, rng.getrandbits(32))
+                    speed_ = _timed(running, rng.getrandbits(32))
             if compiling is not None:
                 compiling.answer()
                 compiled = f"compiled for {' and '.join(judge_worker.COMPILED_FOR)}"
             elif not gpu:
-                compiled = "in the interpreter; not compiled, since Triton has no compiler for NVIDIA GPUs here"
-    except _WrongError as wrong:
-        return judged(f"{wrong}.", wrong.kind, running.printed() if running is not None and wrong.kind not in NOT_JUDGED else "")
-    return judged()
+                compiled = "in the interpreter, not compiled: this Triton has no compiler for NVIDIA GPUs"
+        except _WrongError as wrong:
+            kind, told, printed = wrong.kind, str(wrong), running.printed() if running is not None else ""
+            if case is not None and not kind and (kind := _why(running, case, drawn)):
+                told += f"; {_UNDONE[kind]}"
+            told = f"for {case}: {told}" if case is not None and kind not in NOT_JUDGED else told
+            return Judgement(task.name, f"{told}.", passed, kind, "", None, _hints(task, kind, hints), printed)
+    return Judgement(task.name, "", passed, "", compiled, speed_)

@@ -15,17 +15,17 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import io
 import os
+import pickle
 import random
 import resource
 import signal
 import socket
-import struct
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -44,7 +44,7 @@ from triton.compiler.errors import CompilationError
 from triton.runtime import interpreter, jit
 from triton.runtime.autotuner import Autotuner
 
-__all__ = ["COMPILED_FOR", "receive", "send"]
+__all__ = ["COMPILED_FOR"]
 
 COMPILED_FOR = ("sm_80", "sm_90")
 # Operators that make memory or look at it in another way: they read no numbers.
@@ -59,7 +59,6 @@ _MOVING = frozenset(
     zeros_like""".split()  # noqa: SIM905
 )
 _COPYING = frozenset(("clone", "_to_copy", "copy_"))
-_MEBI = 2**20
 # What to do about an error of Triton's compiler, by words of it.
 _ADVICE = {
     "Cannot access global variable": "Pass it to the kernel as an argument, or say tl.constexpr(...) where it is defined.",
@@ -80,34 +79,6 @@ class RefusedError(Exception):
     def __init__(self, told: str, kind: str = "") -> None:
         super().__init__(told)
         self.kind = kind
-
-
-# --- messages -----------------------------------------------------------------------------------------------------------
-
-
-def send(channel: socket.socket, message: Mapping[str, Any]) -> None:
-    """Sends tensors and plain values; tensors that share memory still do on the other side."""
-    data = io.BytesIO()
-    torch.save(dict(message), data)
-    channel.sendall(struct.pack("<Q", data.tell()) + data.getvalue())
-
-
-def receive(channel: socket.socket, *, at_most: int = 2**34) -> dict[str, Any]:
-    """What the other side sent. Only tensors and plain values are read: a message cannot run code here."""
-
-    def take(count: int) -> bytes:
-        data = bytearray()
-        while len(data) < count:
-            part = channel.recv(min(count - len(data), 2**24))
-            if not part:
-                raise EOFError("the other process has ended")
-            data += part
-        return bytes(data)
-
-    (length,) = struct.unpack("<Q", take(8))
-    if length > at_most:
-        raise EOFError(f"a message of {length} bytes")
-    return torch.load(io.BytesIO(take(length)), weights_only=True, map_location="cpu")
 
 
 # --- the one rule: PyTorch may not compute --------------------------------------------------------------------------------
@@ -197,26 +168,25 @@ def _any_configuration(_: Any, __: Callable[[], None], quantiles: Sequence[float
 
 
 class _Session:
-    file: Path
-    function: Any
-    also: Sequence[str]
-    copies: bool
+    file = Path()
+    function: Any = None
 
     def load(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Imports the file, and finds its function."""
-        self.file, self.also, self.copies = Path(request["file"]), request["also"], request["copies"]
+        self.file = Path(request["file"])
         random.seed(request["seed"])
         spec = importlib.util.spec_from_file_location("solution", self.file)
         assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules["solution"] = module
+        sys.modules["solution"] = module = importlib.util.module_from_spec(spec)
         try:
             spec.loader.exec_module(module)
         except Exception as error:
-            told = f"the file cannot be loaded: {self._says(error)}"
-            if "active drivers" in str(error):
-                told += ". There is no GPU here: take the device of the inputs, x.device"
-            raise RefusedError(told, "load") from error
+            there = (
+                ". There is no GPU here: take the device of the inputs, x.device"
+                if "active drivers" in str(error)
+                else ""
+            )
+            raise RefusedError(f"the file cannot be loaded: {self._says(error)}{there}", "load") from error
         self.function = getattr(module, request["function"], None)
         if not callable(self.function):
             raise RefusedError(f"the file defines no function {request['function']}", "load")
@@ -241,34 +211,32 @@ class _Session:
 
     def refusal(self, error: BaseException) -> RefusedError:
         """The sentence for whatever a call raised: the rule, the watch, the compiler, or the exception itself."""
-        found: BaseException | None = error
-        compiler: CompilationError | None = None
-        while found is not None:
+        chain = [error]
+        while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
+            chain.append(cause)
+        for found in chain:
             if isinstance(found, RefusedError):
                 return found
             if type(found).__name__ == "WrongAccessError":
                 where = self._says(error).rpartition(", at ")[2]
-                told, kind = str(found).removeprefix("watched: "), getattr(found, "kind", "")
-                return RefusedError(f"{told}, at {where}", kind)
-            compiler = found if isinstance(found, CompilationError) else compiler
-            found = found.__cause__ or found.__context__
-        if compiler is not None or type(error).__name__ in ("OutOfResources", "PTXASError"):
-            return self._of_compiler(compiler or error)
-        if isinstance(error, MemoryError):
-            return RefusedError("it took more memory than the judge allows")
-        return RefusedError(self._says(error))
+                return RefusedError(f"{str(found).removeprefix('watched: ')}, at {where}", getattr(found, "kind", ""))
+        compilers = [found for found in chain if isinstance(found, CompilationError)]
+        if compilers or type(error).__name__ in ("OutOfResources", "PTXASError"):
+            return self._of_compiler([error, *compilers][-1])
+        return RefusedError(
+            "it took more memory than the judge allows" if isinstance(error, MemoryError) else self._says(error)
+        )
 
     def _of_compiler(self, error: BaseException) -> RefusedError:
-        told = str(getattr(error, "error_message", None) or error.__cause__ or error).strip()
-        source, node = getattr(error, "src", None), getattr(error, "node", None)
-        if isinstance(error, CompilationError) and not error.error_message:
-            told = str(error.__cause__ or "").strip() or str(error).splitlines()[-1]
-        where = ""
-        if source and hasattr(node, "lineno"):
-            where = f", at `{source.splitlines()[node.lineno - 1].strip()[:100]}`"
-        advice = next((advice for words, advice in _ADVICE.items() if words in told), "")
-        first = " ".join(told.split())[:200].rstrip(".")
-        return RefusedError(f"it does not compile: {first}{where}" + (f". {advice.rstrip('.')}" if advice else ""), "compile")
+        """What the compiler said, the line that it said it of, and what to do."""
+        told = str(getattr(error, "error_message", None) or error.__cause__ or str(error).splitlines()[-1])
+        node, source = getattr(error, "node", None), getattr(error, "src", None)
+        line = source.splitlines()[node.lineno - 1].strip() if source and hasattr(node, "lineno") else ""
+        where = f", at `{line[:100]}`" if line else ""
+        advice = next((f". {advice}" for words, advice in _ADVICE.items() if words in told), "")
+        return RefusedError(
+            f"it does not compile: {' '.join(told.split())[:200].rstrip('.')}{where}{advice}", "compile"
+        )
 
     # --- what is asked for ---
 
@@ -277,65 +245,61 @@ class _Session:
 
         What each call returned is looked at after the last one: a result that a later call changes is wrong.
         """
-        inputs: dict[str, Any] = {name: _on(runtime.DEVICE, value) for name, value in request["series"][0].items()}
+        inputs: dict[str, Any] = {name: _on_device(value) for name, value in request["series"][0].items()}
         results = []
-        for number, values in enumerate(request["series"]):
-            for name, value in values.items():
-                if isinstance(value, torch.Tensor):
-                    _storage_bytes(inputs[name]).copy_(_storage_bytes(value))
-                else:
-                    inputs[name] = value
-            results.append(self._called(inputs, request["grads"], request["upstream"][number]))
-            for name, value in values.items():
-                if isinstance(value, torch.Tensor):
-                    now = _storage_bytes(inputs[name]).cpu()
-                    if not torch.equal(now, _storage_bytes(value)):
-                        raise RefusedError(f"it writes into {name}, which is an input, or into the memory around it", "mask")
-        return {
-            "results": [
-                {
-                    "outputs": [_copy(out) for out in outputs], "grads": [_copy(grad) for grad in grads],
-                    "contiguous": all(out.is_contiguous() for out in outputs),
-                }
-                for outputs, grads in results
-            ]
-        }  # fmt: skip
+        for values, upstream in zip(request["series"], request["upstream"], strict=True):
+            tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+            for name, value in tensors.items():
+                _storage_bytes(inputs[name]).copy_(_storage_bytes(value))
+            results.append(
+                self._called(inputs | {n: v for n, v in values.items() if n not in tensors}, request, upstream)
+            )
+            for name, value in tensors.items():
+                if not torch.equal(_storage_bytes(inputs[name]).cpu(), _storage_bytes(value)):
+                    raise RefusedError(
+                        f"it writes into {name}, which is an input, or into the memory around it", "mask"
+                    )
+        return {"results": [_answer(*result) for result in results]}
 
     def _called(
-        self, inputs: Mapping[str, Any], wanted: Sequence[str], upstream: Sequence[torch.Tensor]
-    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        """The outputs of one call, and the gradients by ``wanted``."""
+        self, inputs: Mapping[str, Any], request: Mapping[str, Any], upstream: Sequence[torch.Tensor]
+    ) -> _Result:
+        """The outputs of one call, and the gradients by what the task differentiates by."""
+        wanted: Sequence[str] = request["grads"] if upstream else ()
         given = {name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
         tensors = [value for value in given.values() if isinstance(value, torch.Tensor)]
         for name in wanted:
             given[name].requires_grad_()
-        upstream = [_on(runtime.DEVICE, up) for up in upstream]
-        host = _Host(self.also, [tensor for tensor in tensors if self.copies and tensor.is_floating_point()])
-        grads: Sequence[torch.Tensor] = ()
-        with _launches_are_free(), host:
-            try:
+        upstream = [_on_device(up) for up in upstream]
+        host = _Host(
+            request["also"], [tensor for tensor in tensors if request["copies"] and tensor.is_floating_point()]
+        )
+        grads: Sequence[Any] = ()
+        try:
+            with _launches_are_free(), host:
                 outputs = self.function(**given)
                 outputs = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
                 _plain(outputs, tensors, "the result")
+                if wanted and not all(out.requires_grad for out in outputs):
+                    raise RefusedError(
+                        "its result has no gradient: return F.apply(...) of an autograd.Function", "grads"
+                    )
                 if wanted:
-                    if not all(out.requires_grad for out in outputs):
-                        raise RefusedError("its result has no gradient: return MyFunction.apply(...) of an autograd.Function", "grads")
                     grads = torch.autograd.grad(outputs, [given[name] for name in wanted], upstream, allow_unused=True)
-            except Exception as error:
-                if host.refused:  # what caught it goes on without it
-                    raise RefusedError(host.refused, "rule") from error
-                raise
-        if host.refused:
-            raise RefusedError(host.refused, "rule")
+        finally:
+            if host.refused:  # also where the solution caught it, and went on without it
+                raise RefusedError(host.refused, "rule")
         missing = [name for name, grad in zip(wanted, grads, strict=True) if grad is None]
         if missing:
-            raise RefusedError(f"there is no gradient by {missing[0]}: backward returns one for each argument of forward", "grads")
+            raise RefusedError(
+                f"there is no gradient by {missing[0]}: backward returns one for each argument of forward", "grads"
+            )
         _plain(grads, [], "a gradient")
         return outputs, grads
 
     def far(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Calls the function with one input so strided that an offset by ``dim`` does not fit 32 bits, if there is room for that."""
-        inputs = {name: _on(runtime.DEVICE, value) for name, value in request["inputs"].items()}
+        inputs = {name: _on_device(value) for name, value in request["inputs"].items()}
         value, dim = inputs[request["name"]], request["dim"]
         strides, step = [0] * value.dim(), 1
         for i in [d for d in reversed(range(value.dim())) if d != dim]:
@@ -350,7 +314,7 @@ class _Session:
             pages = mmap(-1, count * value.element_size(), flags=MAP_PRIVATE | MAP_ANONYMOUS | 0x4000)
             memory = torch.frombuffer(pages, dtype=value.dtype)
         inputs[request["name"]] = memory.as_strided(value.shape, strides).copy_(value)
-        return {"outputs": [_copy(out) for out in self._called(inputs, (), ())[0]]}
+        return _answer(*self._called(inputs, request, ()))
 
     def compile(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Compiles what the function launches for each of ``request["cases"]``; raises what the compiler says."""
@@ -361,45 +325,51 @@ class _Session:
 
         with mock.patch.object(jit.JITFunction, "run", record), runtime.compiling_for(COMPILED_FOR[-1]):
             for inputs, upstream in request["cases"]:
-                self._called(inputs, request["grads"], upstream)
+                self._called(inputs, request, upstream)
         for launch in launches:
             for target in COMPILED_FOR[launch.kernel.is_gluon() :]:  # Gluon kernels are of one generation
                 found = compiled._compile(launch, target, ())
                 most = runtime.TARGETS[target].shared_memory_per_program
                 if found.shared_bytes > most:
-                    told = f"{found.name} needs {found.shared_bytes} bytes of shared memory for {target}, which has {most} a program"
-                    raise RefusedError(f"{told}. {_ADVICE['shared memory'].rstrip('.')}", "compile")
+                    told = f"{found.name} needs {found.shared_bytes} bytes of shared memory, and {target} has {most} a program"
+                    raise RefusedError(f"{told}. {_ADVICE['shared memory']}", "compile")
         return {"compiled": len(launches)}
 
     def time(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Times calls with a cold cache, and returns the last one's result."""
-        inputs = {name: _on(runtime.DEVICE, value) for name, value in request["inputs"].items()}
+        inputs = {name: _on_device(value) for name, value in request["inputs"].items()}
         last: list[Any] = []
 
         def call() -> None:
             last[:] = [self.function(**inputs)]
 
-        timed = timing.measure(call, rep_ms=request["rep_ms"])
-        outputs = last[0] if isinstance(last[0], (tuple, list)) else (last[0],)
-        return {"ms": timed.ms, "outputs": [_copy(out) for out in outputs]}
+        ms = timing.measure(call, rep_ms=request["rep_ms"]).ms
+        return {"ms": ms, **_answer(last[0] if isinstance(last[0], (tuple, list)) else last, ())}
 
 
-def _on(device: torch.device, value: Any) -> Any:
-    """A copy of the tensor there, in memory of its own that is laid out alike."""
+_Result = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
+
+
+def _answer(outputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """Copies that share no memory, and how the outputs lay."""
+    copies = [
+        [x.detach().cpu().clone(memory_format=torch.contiguous_format) for x in part] for part in (outputs, grads)
+    ]
+    return {"outputs": copies[0], "grads": copies[1], "contiguous": all(out.is_contiguous() for out in outputs)}
+
+
+def _on_device(value: Any) -> Any:
+    """A copy of a tensor, in memory of its own that is laid out alike."""
     if not isinstance(value, torch.Tensor):
         return value
-    bytes_ = _storage_bytes(value).to(device, copy=True)
-    moved = torch.empty(0, dtype=value.dtype, device=device)
+    bytes_ = _storage_bytes(value).to(runtime.DEVICE, copy=True)
+    moved = torch.empty(0, dtype=value.dtype, device=runtime.DEVICE)
     return moved.set_(bytes_.untyped_storage(), value.storage_offset(), value.shape, value.stride())
 
 
 def _storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
     storage = tensor.untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 
 def _plain(found: Sequence[Any], inputs: Sequence[torch.Tensor], what: str) -> None:
@@ -419,24 +389,21 @@ def _plain(found: Sequence[Any], inputs: Sequence[torch.Tensor], what: str) -> N
 
 
 def _limit(memory: int, seconds: int) -> None:
-    for kind, most in (
-        (resource.RLIMIT_CPU, seconds), (resource.RLIMIT_FSIZE, 256 * _MEBI), (resource.RLIMIT_CORE, 0),
-        *([(resource.RLIMIT_AS, memory)] if memory else []),
-    ):  # fmt: skip
+    limits = {resource.RLIMIT_CPU: seconds, resource.RLIMIT_FSIZE: 256 * 2**20, resource.RLIMIT_CORE: 0}
+    for kind, most in (limits | ({resource.RLIMIT_AS: memory} if memory else {})).items():
         _, hard = resource.getrlimit(kind)
         most = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(kind, (most, most))
 
 
-def _session(channel: socket.socket) -> None:
+def _session(channel: Connection) -> None:
     """One solution from its loading to its end; every answer is a result or a sentence."""
-    request = receive(channel)
+    request = pickle.loads(channel.recv_bytes())
     os.setsid()
-    os.chdir(request["folder"])
-    printed = os.open("printed.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(printed, 1)
+    os.chdir(Path(request["file"]).parent)
+    os.dup2(os.open("printed.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # warnings of NumPy and Triton, which the solution did not print
-    send(channel, {"pid": os.getpid()})
+    channel.send_bytes(pickle.dumps({"pid": os.getpid()}))
     _limit(request["memory"], request["seconds"])
     with contextlib.ExitStack() as stack:
         stack.enter_context(check.poisoned_empty())
@@ -454,15 +421,15 @@ def _session(channel: socket.socket) -> None:
                 refused = session.refusal(error)
                 answer = {"refused": str(refused), "kind": refused.kind}
             sys.stdout.flush()
-            send(channel, answer)
+            channel.send_bytes(pickle.dumps(answer))
             try:
-                request = receive(channel)
+                request = pickle.loads(channel.recv_bytes())
             except EOFError:
                 return
 
 
 def _main(control: socket.socket, serve: bool) -> None:
-    import torch._dynamo  # noqa: F401  the first mode would, which takes seconds
+    import torch._dynamo  # the first mode would, which takes seconds
 
     torch.set_num_threads(1)
     if runtime.INTERPRET:
@@ -478,7 +445,7 @@ def _main(control: socket.socket, serve: bool) -> None:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             control.close()
             try:
-                _session(socket.socket(fileno=descriptors[0]))
+                _session(Connection(descriptors[0]))
             finally:
                 os._exit(0)
         os.close(descriptors[0])
