@@ -436,7 +436,11 @@ def _far_apart(solution: _Solution, seed: int) -> None:
     task = dataclasses.replace(solution.task, grads=())
     sizes = sorted(task.sizes, key=lambda sizes: (sum(size > 2 for size in sizes.values()) < 2, _elements(sizes)))[0]
     asked = _Asked(task, _Case(sizes, min(task.dtypes, key=lambda dtype: dtype.itemsize)), seed)
-    matrices = {name: x for name, x in asked.series[0].items() if isinstance(x, torch.Tensor) and x.dim() > 1}
+    matrices = {
+        name: x
+        for name, x in asked.series[0].items()
+        if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dim() > 1
+    }
     for name, dim in [(name, dim) for name, x in matrices.items() for dim in {0, x.dim() - 1} if x.shape[dim] > 2]:
         try:
             outputs = solution.ask({"do": "far", "inputs": asked.series[0], "name": name, "dim": dim})["outputs"]

@@ -14,6 +14,7 @@ without ``serve`` it takes one and keeps to this process, which a GPU needs.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import os
 import pickle
@@ -219,7 +220,7 @@ class _Session:
                 return found
             if type(found).__name__ == "WrongAccessError":
                 where = self._says(error).rpartition(", at ")[2]
-                return RefusedError(f"{str(found).removeprefix('watched: ')}, at {where}", getattr(found, "kind", ""))
+                return RefusedError(f"{str(found).removeprefix('watched: ')}, at {where}", found.kind)  # type: ignore[attr-defined]
         compilers = [found for found in chain if isinstance(found, CompilationError)]
         if compilers or type(error).__name__ in ("OutOfResources", "PTXASError"):
             return self._of_compiler([error, *compilers][-1])
@@ -299,6 +300,7 @@ class _Session:
 
     def far(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Calls the function with one input so strided that an offset by ``dim`` does not fit 32 bits, if there is room for that."""
+        gc.collect()  # the addresses of the call before
         inputs = {name: _on_device(value) for name, value in request["inputs"].items()}
         value, dim = inputs[request["name"]], request["dim"]
         strides, step = [0] * value.dim(), 1

@@ -419,6 +419,7 @@ _add(
     _NORM_GRAD_INPUTS,
     _LONGER_ROWS,
     empty="M",
+    also=("sum",),
     how="g = dy * weight and xhat = x * rstd: dx = rstd * (g - xhat * mean(g * xhat)), the mean over the row. One program a row.",
     **_NORM,
 )
