@@ -62,7 +62,7 @@ HINTS = {
     "stride": "Contiguous inputs are right. Each tensor has strides of its own: pass x.stride(0) and x.stride(1) of every one, and make "
     "the result with torch.empty(shape, ...): torch.empty_like(x) has the strides of x.",
     "dy": "A contiguous dy is right. y.sum().backward() gives a dy whose strides are 0, another layer one that is transposed: pass its strides.",
-    "dtype": "float32 is right: convert right after the load, x.to(tl.float32), and round once, at the store.",
+    "dtype": "Compute in float32: convert right after the load, x.to(tl.float32), and round once, at the store.",
     "scale": "Numbers around 1 are right: does something overflow or cancel? Subtract a row's maximum before exp; add squares in float32.",
     "overflow": "row = tl.program_id(0).to(tl.int64), and columns by tl.arange(0, BLOCK).to(tl.int64), before they meet a stride.",
     "race": "Two programs meet in one element: tl.atomic_add, or a place of its own for each program and a second launch that adds them.",
@@ -76,7 +76,7 @@ HINTS = {
 }  # fmt: skip
 _UNDONE = {
     "kept": "one call is right", "dy": "with a contiguous dy it is right", "stride": "contiguous, it is right",
-    "dtype": "in float32 it is right", "scale": "numbers around 1 are right", "tail": "sizes of a power of two are right",
+    "dtype": "in another dtype it is right", "scale": "numbers around 1 are right", "tail": "sizes of a power of two are right",
 }  # fmt: skip
 
 
@@ -422,7 +422,8 @@ def _why(solution: _Solution, case: _Case, seed: int) -> str:
         "stride": ("layout", "contiguous"),
         "scale": ("scale", 1.0),
     }
-    for kind, (field, value) in (plain | {"dtype": ("dtype", torch.float32), "tail": ("sizes", powers)}).items():
+    wide = torch.float16 if case.dtype is torch.float32 else torch.float32
+    for kind, (field, value) in (plain | {"dtype": ("dtype", wide), "tail": ("sizes", powers)}).items():
         undone = dataclasses.replace(case, **{field: value})
         if undone != case and undone.dtype in solution.task.dtypes:
             with contextlib.suppress(_WrongError):
@@ -506,6 +507,8 @@ def find_task(name: str) -> Task:
 
 def _hints(task: Task, kind: str, many: int) -> tuple[str, ...]:
     """First of what went wrong, then how the task is done."""
+    if kind == "load":
+        return ()
     return tuple(hint for hint in (task.hints.get(kind) or HINTS.get(kind), task.how) if hint)[:many]
 
 
@@ -572,8 +575,11 @@ def judge(
                 compiled = "in the interpreter, not compiled: this Triton has no compiler for NVIDIA GPUs"
         except _WrongError as wrong:
             kind, told, printed = wrong.kind, str(wrong), running.printed() if running is not None else ""
-            if case is not None and not kind and (kind := _why(running, case, drawn)):
-                told += f"; {_UNDONE[kind]}"
+            if case is not None and kind in ("", "mask"):
+                why = _why(running, case, drawn)
+                if why and (not kind or why in ("stride", "dy", "kept")):
+                    kind, told = why, f"{told}; {_UNDONE[why]}"
             told = f"for {case}: {told}" if case is not None and kind not in NOT_JUDGED else told
-            return Judgement(task.name, f"{told}.", passed, kind, "", None, _hints(task, kind, hints), printed)
+            told = told if told.endswith((".", "?")) else f"{told}."
+            return Judgement(task.name, told, passed, kind, "", None, _hints(task, kind, hints), printed)
     return Judgement(task.name, "", passed, "", compiled, speed_)

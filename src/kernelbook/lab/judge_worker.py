@@ -44,6 +44,7 @@ import triton.language as tl
 from triton.compiler.errors import CompilationError
 from triton.runtime import interpreter, jit
 from triton.runtime.autotuner import Autotuner
+from triton.runtime.errors import InterpreterError
 
 __all__ = ["COMPILED_FOR"]
 
@@ -72,6 +73,10 @@ _ADVICE = {
     "shared memory": "Take smaller tiles, or a smaller num_stages.",
     "no attribute": "A kernel calls tl.* and other kernels of the file; NumPy and PyTorch stay outside.",
 }
+
+
+def _advice(told: str) -> str:
+    return next((f". {advice}" for words, advice in _ADVICE.items() if words in told), "")
 
 
 class RefusedError(Exception):
@@ -224,9 +229,10 @@ class _Session:
         compilers = [found for found in chain if isinstance(found, CompilationError)]
         if compilers or type(error).__name__ in ("OutOfResources", "PTXASError"):
             return self._of_compiler([error, *compilers][-1])
-        return RefusedError(
-            "it took more memory than the judge allows" if isinstance(error, MemoryError) else self._says(error)
-        )
+        if isinstance(error, MemoryError):
+            return RefusedError("it took more memory than the judge allows")
+        advice = _advice(str(chain[-1])) if any(isinstance(found, InterpreterError) for found in chain) else ""
+        return RefusedError(f"{self._says(error)}{advice}", "compile" if advice else "")
 
     def _of_compiler(self, error: BaseException) -> RefusedError:
         """What the compiler said, the line that it said it of, and what to do."""
@@ -234,9 +240,8 @@ class _Session:
         node, source = getattr(error, "node", None), getattr(error, "src", None)
         line = source.splitlines()[node.lineno - 1].strip() if source and hasattr(node, "lineno") else ""
         where = f", at `{line[:100]}`" if line else ""
-        advice = next((f". {advice}" for words, advice in _ADVICE.items() if words in told), "")
         return RefusedError(
-            f"it does not compile: {' '.join(told.split())[:200].rstrip('.')}{where}{advice}", "compile"
+            f"it does not compile: {' '.join(told.split()).partition('. ')[0]}{where}{_advice(told)}", "compile"
         )
 
     # --- what is asked for ---
@@ -328,8 +333,12 @@ class _Session:
         with mock.patch.object(jit.JITFunction, "run", record), runtime.compiling_for(COMPILED_FOR[-1]):
             for inputs, upstream in request["cases"]:
                 self._called(inputs, request, upstream)
+        known: set[Any] = set()
         for launch in launches:
-            for target in COMPILED_FOR[launch.kernel.is_gluon() :]:  # Gluon kernels are of one generation
+            types = launch.kernel, frozenset(kind for _, kind in launch.signature if kind.startswith("*"))
+            newest = types in known or launch.kernel.is_gluon()  # a Gluon kernel is of one generation
+            known.add(types)
+            for target in COMPILED_FOR[newest:]:
                 found = compiled._compile(launch, target, ())
                 most = runtime.TARGETS[target].shared_memory_per_program
                 if found.shared_bytes > most:

@@ -15,6 +15,7 @@ A task of your own takes ten lines, in a file of yours (``--task my_tasks.py:row
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -26,8 +27,8 @@ from kernelbook.nf4.reference import nf4_quantize_reference
 
 __all__ = ["LAYOUTS", "PATH", "TASKS", "Draw", "Task"]
 
-# How a tensor may lie in memory. Between and around its elements there is NaN, or a number that is nobody's id.
-LAYOUTS = ("contiguous", "padded", "transposed", "offset", "expanded")
+# How tensors may lie in memory; mixed: one after the other in another way. Between and around its elements there is NaN, or a number that is nobody's id.
+LAYOUTS = ("contiguous", "padded", "transposed", "offset", "expanded", "mixed")
 _GUARD = 64  # elements before the first and after the last
 EPS = 1e-6
 # Twelve small tasks, in the order in which chapters make them ripe.
@@ -47,7 +48,9 @@ class Draw:
 
     def __init__(self, seed: int, dtype: torch.dtype, layout: str = "contiguous", scale: float = 1.0) -> None:
         self.generator = torch.Generator().manual_seed(seed)
-        self.dtype, self.layout, self.scale = dtype, layout, scale
+        self.dtype, self.layouts, self.scale = dtype, itertools.cycle([layout]), scale
+        if layout == "mixed":
+            self.layouts = itertools.cycle(("transposed", "contiguous", "padded"))
 
     def __call__(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Normal numbers with the standard deviation ``scale``."""
@@ -104,18 +107,18 @@ class Draw:
         return self._placed(angle.cos(), self.dtype), self._placed(angle.sin(), self.dtype)
 
     def _placed(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        whole = values.shape
-        if self.layout == "expanded" and values.dim() > 1:
+        whole, layout = values.shape, next(self.layouts)
+        if layout == "expanded" and values.dim() > 1:
             values = values[:1]
         shape = list(values.shape)
         order = list(range(len(shape)))
-        if self.layout == "transposed" and len(shape) > 1:
+        if layout == "transposed" and len(shape) > 1:
             order[-2:] = order[:-3:-1]
-        strides, step = [0] * len(shape), 3 if self.layout == "padded" and len(shape) == 1 else 1
+        strides, step = [0] * len(shape), 3 if layout == "padded" and len(shape) == 1 else 1
         for i in reversed(order):
             strides[i] = step
-            step *= max(shape[i], 1) + (5 if self.layout == "padded" and i == order[-1] else 0)
-        before = _GUARD + (1 if self.layout == "offset" else 0)
+            step *= max(shape[i], 1) + (5 if layout == "padded" and i == order[-1] else 0)
+        before = _GUARD + (1 if layout == "offset" else 0)
         gap = math.nan if dtype.is_floating_point else torch.iinfo(dtype).max // 3
         memory = torch.full((before + step + _GUARD,), gap, dtype=dtype)
         return memory.as_strided(shape, strides, before).copy_(values).expand(whole)
@@ -182,7 +185,7 @@ def _named(names: str, *rows: tuple[int, ...]) -> tuple[Sizes, ...]:
 
 
 # One element, one row, primes, many rows, more than a tile of 1,024 and of 4,096.
-_MATRICES = _named("M N", (1, 1), (1, 7), (3, 16), (7, 97), (67, 8), (2, 1031), (1, 4099))
+_MATRICES = _named("M N", (1, 1), (1, 7), (3, 16), (7, 97), (67, 5), (2, 1031), (1, 4099))
 _UP_TO_4096 = _MATRICES[:-1]
 # In a row of one element a norm's gradient by x is all cancellation: what is left is rounding, PyTorch's and a reader's.
 _LONGER_ROWS = _named("M N", (1, 2), *[(row["M"], row["N"]) for row in _MATRICES[1:]])
