@@ -37,7 +37,7 @@ MISTAKES = {
     "ids_are_contiguous": ("topk_gather", "slot // k * stride_t + slot % k * stride_k", "slot", "", "stride"),
     "dy_is_contiguous": ("softmax_autograd", "dy, *dy.stride(), y", "dy, dy.shape[1], 1, y", "", "dy"),
     "the_result_lies_as_x_does": ("softmax", "y = torch.empty(M, N, dtype=x.dtype, device=x.device)", "y = torch.empty_like(x)", "is off by", "stride"),
-    "a_view_for_a_copy": ("transposed_copy", "    return y\n", "    return x.t().contiguous()\n", "copying is the task", "rule"),
+    "a_view_for_a_copy": ("transposed_copy", "    if M:\n        _transpose", "    return x.t().clone()\n    if M:\n        _transpose", "copying is the task", "rule"),
     "not_contiguous": (
         "transposed_copy", "y_ptr + offs_n[:, None] * M + offs_m[None, :]", "y_ptr + offs_n[:, None] + offs_m[None, :] * N", "is not contiguous", "contiguous",
         "    y = torch.empty(N, M, dtype=x.dtype, device=x.device)", "    y = torch.empty(M, N, dtype=x.dtype, device=x.device).t()",
@@ -45,12 +45,9 @@ MISTAKES = {
     "the_stride_of_the_other_side": ("transposed_copy", "y_ptr + offs_n[:, None] * M + offs_m", "y_ptr + offs_n[:, None] * N + offs_m", "out of bounds", "mask"),
     # --- digits
     "a_sum_in_bfloat16": (
-        "row_sum", "    tl.store(out_ptr + row, tl.sum(x).to", """    acc = tl.zeros((16,), tl.bfloat16 if x_ptr.dtype.element_ty == tl.bfloat16 else tl.float32)
-    for start in range(0, N, 16):
-        offs = (start + tl.arange(0, 16)).to(tl.int64)
-        acc += tl.load(x_ptr + row * stride_m + offs * stride_n, mask=offs < N, other=0.0)
-    x = acc.to(tl.float32)
-    tl.store(out_ptr + row, tl.sum(x).to""", "bfloat16", "dtype",
+        "column_sum", "acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)",
+        "acc = tl.zeros((BLOCK_M, BLOCK_N), tl.bfloat16 if x_ptr.dtype.element_ty == tl.bfloat16 else tl.float32)", "bfloat16", "dtype",
+        "BLOCK_M=32, BLOCK_N=32", "BLOCK_M=1, BLOCK_N=32", "other=0.0).to(tl.float32)\n    tl.store(out_ptr + offs_n, tl.sum(acc", "other=0.0).to(acc.dtype)\n    tl.store(out_ptr + offs_n, tl.sum(acc",
     ),
     "squares_in_16_bits": ("rms_norm", "other=0.0).to(tl.float32)", "other=0.0)", "float16, numbers around 300", "scale"),
     "products_in_tf32": ("matmul", ', input_precision="ieee"', "", "float32", "dtype"),
