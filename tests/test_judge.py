@@ -179,13 +179,13 @@ def test_a_kernel_with_descriptors_that_the_host_makes_is_judged_like_any() -> N
 def _many_tiles_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
     rows, columns = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
     x = tl.load(x_ptr + rows * BLOCK + columns, mask=rows * BLOCK + columns < n, other=0.0)
-    x = tl.dot(x, tl.trans(x)) * 0 + 2.0 * x
+    x = tl.trans(tl.trans(x) * 2.0 + tl.sum(x, axis=0)[:, None] * 0.0)
     tl.store(y_ptr + rows * BLOCK + columns, x.to(y_ptr.dtype.element_ty), mask=rows * BLOCK + columns < n)
 
 
 def double_in_one_tile(x: torch.Tensor) -> torch.Tensor:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _many_tiles_kernel[(1,)](x, y, len(x), BLOCK=256, num_warps=8)
+    _many_tiles_kernel[(1,)](x, y, len(x), BLOCK=256, num_warps=32)
     return y
 
 

@@ -112,15 +112,15 @@ def compute() -> None:
             else real["create_fabs"](self, arg)
         )
 
-    def load(self: Any, pointers: Any, mask: Any, other: Any, *how: Any) -> Any:
+    def load(self: Any, pointers: Any, mask: Any, other: Any, *args: Any, **how: Any) -> Any:
         if (place := _in_memory(pointers)) is None:
-            return real["create_masked_load"](self, pointers, mask, other, *how)
+            return real["create_masked_load"](self, pointers, mask, other, *args, **how)
         # What nothing was said of is NaN in a block; of a scalar Triton's front end drops ``other=0.0``.
         filled = (
             other.data if other is not None else np.full(pointers.data.shape, np.nan if pointers.data.size > 1 else 0)
         )
         bits = interpreter.TensorHandle(_bits(np.broadcast_to(filled, pointers.data.shape)), tl.uint16)
-        loaded = real["create_masked_load"](self, place, mask, bits, *how)
+        loaded = real["create_masked_load"](self, place, mask, bits, *args, **how)
         return interpreter.TensorHandle(_values(loaded.data), tl.bfloat16)
 
     def store(self: Any, pointers: Any, value: Any, *how: Any) -> Any:

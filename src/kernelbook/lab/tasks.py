@@ -32,12 +32,11 @@ LAYOUTS = ("contiguous", "padded", "transposed", "offset", "expanded", "mixed")
 _GUARD = 64  # elements before the first and after the last
 EPS = 1e-6
 # Twelve small tasks, in the order in which chapters make them ripe.
+_FIRST = "copy", "vector_add", "strided_copy", "row_sum", "softmax", "softmax_autograd", "row_argmax"
 PATH = {
-    **dict.fromkeys(
-        ("copy", "vector_add", "strided_copy", "row_sum", "softmax", "row_argmax"), "/notebooks/first_kernel"
-    ),
+    **dict.fromkeys(_FIRST, "/notebooks/first_kernel"),
     **dict.fromkeys(("transposed_copy", "expert_counts"), "/book/machine"),
-    **dict.fromkeys(("softmax_autograd", "running_sum", "top1_gather", "residual_relu"), "/notebooks/layer_norm"),
+    **dict.fromkeys(("running_sum", "top1_gather", "residual_relu"), "/notebooks/layer_norm"),
 }
 
 Sizes = Mapping[str, int]
@@ -271,6 +270,15 @@ _add(
     picture="0 1 2  ->  .09 .24 .67   (each row sums to 1)",
 )
 _add(
+    "softmax_autograd(x): softmax of each row, with a gradient, as an autograd.Function. x (M, N), rows of up to 4096 -> (M, N)",
+    lambda x: torch.softmax(x, -1),
+    _draw(x="M N"),
+    _UP_TO_4096[1:],
+    grads=("x",),
+    how="forward saves y; backward(ctx, dy) gives y * (dy - sum(dy * y)), the sum over the row: a kernel of the same shape.",
+    picture="x --forward--> y --loss--> L\ndx <-backward- dy          dx = y * (dy - sum(dy * y))",
+)
+_add(
     "row_argmax(x): the place of the largest number of each row, the first of equal ones. x (M, N), rows of up to 4096 -> (M,) int64",
     lambda x: x.argmax(-1),
     _draw(x="M N"),
@@ -300,15 +308,6 @@ _add(
     scales=(1.0,),
     how="tl.atomic_add into zeros, one for each slot; a masked slot adds nothing. Fewer atomics: tl.histogram counts a block first.",
     picture="ids  2 0 2 1 2   ->   counts  1 1 3",
-)
-_add(
-    "softmax_autograd(x): softmax of each row, with a gradient, as an autograd.Function. x (M, N), rows of up to 4096 -> (M, N)",
-    lambda x: torch.softmax(x, -1),
-    _draw(x="M N"),
-    _UP_TO_4096[1:],
-    grads=("x",),
-    how="forward saves y; backward(ctx, dy) gives y * (dy - sum(dy * y)), the sum over the row: a kernel of the same shape.",
-    picture="x --forward--> y --loss--> L\ndx <-backward- dy          dx = y * (dy - sum(dy * y))",
 )
 _add(
     "running_sum(x): of each row the sums up to each element, an inclusive scan. x (M, N), rows of up to 4096 -> (M, N)",
