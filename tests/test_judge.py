@@ -112,7 +112,7 @@ def test_every_task_has_a_right_solution_here_or_in_its_chapter() -> None:
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.memory) for name in SOLUTIONS])
 def test_a_right_solution_is_timed(name: str) -> None:
     found = judge(SOLUTIONS[name], name).require()
-    assert found.speed is not None and 0 < found.speed.bound_ms / found.speed.ms < 1.1
+    assert "of the bound; PyTorch" in found.speed
 
 
 # --- a task and a solution of the reader's ------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""bfloat16 and TF32 in Triton's interpreter as a GPU computes them: every result is rounded.
+"""bfloat16, TF32 and loops in Triton's interpreter as a GPU has them: results are rounded, counters are tensors.
 
 Triton keeps bfloat16 as 16 bits and adds these as integers. Here a value is float32 that has bfloat16's eight bits; memory
 holds two bytes an element, as on a GPU. A product of float32 tiles multiplies TF32 (ten bits) unless it asks for
@@ -55,6 +55,26 @@ def represent() -> None:
 
     interpreter._get_np_dtype = of_float32
     interpreter._validate_np_data_size = lambda data, dtype: dtype.scalar is tl.bfloat16 or fits(data, dtype)
+
+
+def _counting(*bounds: Any) -> Any:
+    """``range`` in a kernel. With a bound that is known at the launch only, its counters are tensors, as compiled."""
+    bounds = tuple(getattr(bound, "value", bound) for bound in bounds)
+    numbers = range(*map(int, bounds))
+    if not any(isinstance(bound, tl.tensor) for bound in bounds):
+        return numbers
+    wide = any(isinstance(bound, tl.tensor) and bound.dtype is tl.int64 for bound in bounds)
+    return map(_counter_64 if wide else _counter_32, numbers)
+
+
+def _counter_32(number: int) -> Any:
+    handle: Any = interpreter.TensorHandle(np.array([number], np.int32), tl.int32)
+    handle.narrow = "argument"  # to the watch: a product with a size may be too large for it
+    return tl.tensor(handle, tl.int32)
+
+
+def _counter_64(number: int) -> Any:
+    return tl.tensor(interpreter.TensorHandle(np.array([number], np.int64), tl.int64), tl.int64)
 
 
 def compute() -> None:
@@ -140,3 +160,4 @@ def compute() -> None:
     }  # fmt: skip
     for name, method in methods.items():
         setattr(builder, name, method)
+    interpreter.range = _counting  # type: ignore[attr-defined]  # kernels see this module's names, tl.range too

@@ -46,7 +46,7 @@ from kernelbook.lab.tasks import TASKS, Draw, Task
 # isort: split
 import triton
 
-__all__ = ["HINTS", "TASKS", "Draw", "Judgement", "Speed", "Task", "judge"]
+__all__ = ["HINTS", "TASKS", "Draw", "Judgement", "Task", "judge"]
 
 SECONDS = 120.0  # for one message to the other process and its answer
 REDRAWS = 7  # of a case whose error is above the limit, before it counts: PyTorch's own error may be small by luck
@@ -81,21 +81,6 @@ _UNDONE = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Speed:
-    """Times in milliseconds with a cold cache on ``gpu``, at ``sizes``; ``bound_ms`` is what the bytes or products take at the least."""
-
-    gpu: str
-    sizes: str
-    ms: float
-    bound_ms: float
-    torch_ms: float
-
-    def __str__(self) -> str:
-        share = f"{self.bound_ms / self.ms:.0%} of the bound; PyTorch {self.torch_ms:.4g} ms"
-        return f"{self.ms:.4g} ms for {self.sizes} on {self.gpu}: {share}"
-
-
-@dataclasses.dataclass(frozen=True)
 class Judgement:
     """What the judge says.
 
@@ -105,7 +90,7 @@ class Judgement:
         cases: how many were right.
         kind: what went wrong, a key of :data:`HINTS`, or "rule" or "load" of what was not judged; empty if nothing is known.
         compiled: for which GPUs what was launched compiles, or why that was not tried.
-        speed: on a GPU.
+        speed: on a GPU, the time with a cold cache, its share of the bound that bytes or products set, and PyTorch's time.
         hints: as many as were asked for; the first is about ``kind``.
         printed: what the failing case printed.
     """
@@ -115,7 +100,7 @@ class Judgement:
     cases: int
     kind: str = ""
     compiled: str = ""
-    speed: Speed | None = None
+    speed: str = ""
     hints: tuple[str, ...] = ()
     printed: str = ""
 
@@ -128,7 +113,7 @@ class Judgement:
             told = f"{self.task}: right, {self.cases} cases" + (f"; {self.compiled}" if self.compiled else "")
         else:
             told = f"{self.task}: {'not judged' if self.kind in NOT_JUDGED else 'not right'}: {self.sentence}"
-        lines = [told, *([str(self.speed)] if self.speed else []), *(f"Hint: {hint}" for hint in self.hints)]
+        lines = [told, *filter(None, [self.speed]), *(f"Hint: {hint}" for hint in self.hints)]
         return "\n".join(lines + ([f"In the last case it printed:\n{self.printed}"] if self.printed else []))
 
     def require(self) -> Judgement:
@@ -159,11 +144,8 @@ class _Server:
 
     def close(self) -> None:
         self.control.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(timeout=1)
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
+        self.process.kill()
+        self.process.wait()
 
 
 _servers: dict[str, _Server] = {}
@@ -214,7 +196,7 @@ class _Solution:
         except (EOFError, OSError):
             raise _WrongError("its process ended: a crash, or a limit on time or memory") from None
         if "refused" in answer:
-            raise _WrongError(_plain(answer["refused"]), answer["kind"])
+            raise _WrongError(answer["refused"], answer["kind"])
         return answer
 
     def ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -223,18 +205,13 @@ class _Solution:
 
     def printed(self) -> str:
         found = self.folder / "printed.txt"
-        return _plain(found.read_text(errors="replace")[:4000]).strip() if found.exists() else ""
+        return found.read_text(errors="replace")[:4000].strip() if found.exists() else ""
 
     def close(self) -> None:
         self.channel.close()
         if self.pid > 1:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
-
-
-def _plain(text: str) -> str:
-    """Without what moves a terminal's cursor."""
-    return "".join(letter if letter.isprintable() or letter == "\n" else "\ufffd" for letter in text.expandtabs())
 
 
 @contextlib.contextmanager
@@ -465,8 +442,8 @@ def _compiles(solution: _Solution, rng: random.Random) -> None:
     solution.send({"do": "compile", "cases": [(one.series[0], one.upstream[0]) for one in asked]})
 
 
-def _timed(solution: _Solution, seed: int) -> Speed:
-    """The time at the real size; raises :class:`_WrongError` if the result there is wrong."""
+def _timed(solution: _Solution, seed: int) -> str:
+    """The time at the real size, in words; raises :class:`_WrongError` if the result there is wrong."""
     task, dtype = dataclasses.replace(solution.task, grads=()), solution.task.dtypes[-1]
     case = _Case(task.real, dtype)
     asked = _Asked(task, case, seed)
@@ -481,7 +458,8 @@ def _timed(solution: _Solution, seed: int) -> Speed:
     bound = max(moved / ceilings.copy_gbs / 1e6, task.flops(task.real) / tflops / 1e9 if task.flops else 0.0)
     inputs = {n: x.to(runtime.DEVICE) if isinstance(x, torch.Tensor) else x for n, x in asked.series[0].items()}
     peer = timing.measure(lambda: (task.peer or task.reference)(**inputs))
-    return Speed(runtime.properties().name, str(case), answer["ms"], bound, peer.ms)
+    share = f"{bound / answer['ms']:.0%} of the bound; PyTorch {peer.ms:.4g} ms"
+    return f"{answer['ms']:.4g} ms for {case} on {runtime.properties().name}: {share}"
 
 
 # --- judge ----------------------------------------------------------------------------------------------------------------
@@ -546,7 +524,7 @@ def judge(
     else:
         text, function = judge_source.text_of(solution), judge_source.base_of(solution).__name__
     rng = random.Random(secrets.randbits(64) if seed is None else seed)
-    file, passed, case, speed_, compiled = (text, function, task, rng.getrandbits(32)), 0, None, None, ""
+    file, passed, case, speed_, compiled = (text, function, task, rng.getrandbits(32)), 0, None, "", ""
     with contextlib.ExitStack() as stack:
         compiling: _Solution | None = None
         running: Any = None
@@ -581,5 +559,5 @@ def judge(
                     kind, told = why, f"{told}; {_UNDONE[why]}"
             told = f"for {case}: {told}" if case is not None and kind not in NOT_JUDGED else told
             told = told if told.endswith((".", "?")) else f"{told}."
-            return Judgement(task.name, told, passed, kind, "", None, _hints(task, kind, hints), printed)
+            return Judgement(task.name, told, passed, kind, "", "", _hints(task, kind, hints), printed)
     return Judgement(task.name, "", passed, "", compiled, speed_)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import inspect
+import math
 import symtable
 import sys
 import textwrap
@@ -20,6 +22,16 @@ import triton.language as tl
 
 __all__ = ["text_of"]
 
+_IMPORTS = (
+    "from math import inf, nan",
+    "import torch",
+    "import triton",
+    "import triton.language as tl",
+    "from torch import device",
+)
+# Packages whose text is not the reader's own.
+_INSTALLED = {*sys.stdlib_module_names, "torch", "triton", "kernelbook", "numpy"} - {"__main__"}
+
 
 def base_of(value: Any) -> Any:
     """The Python function of a kernel, however it is wrapped."""
@@ -30,22 +42,11 @@ def base_of(value: Any) -> Any:
 
 def _literal(value: Any) -> str | None:
     """An expression for a constant, where there is one."""
-    if isinstance(value, torch.device):
-        return f"torch.device({str(value)!r})"
-    if isinstance(value, tl.constexpr):
-        inner = _literal(value.value)
-        return inner and f"tl.constexpr({inner})"
-    if isinstance(value, tl.dtype):
-        return f"tl.{value!r}" if hasattr(tl, repr(value)) else None
-    if isinstance(value, (bool, int, float, str, bytes, type(None), torch.dtype)):
-        return {"inf": 'float("inf")', "-inf": '-float("inf")', "nan": 'float("nan")'}.get(repr(value), repr(value))
-    if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
-        parts = [_literal(item) for item in value]
-        inner = ", ".join(part or "" for part in parts) + ("," if isinstance(value, tuple) and len(parts) == 1 else "")
-        return None if None in parts else f"({inner})" if isinstance(value, tuple) else f"[{inner}]"
-    if type(value) is dict:
-        pairs = [(_literal(k), _literal(v)) for k, v in value.items()]
-        return None if any(None in p for p in pairs) else "{" + ", ".join(f"{k}: {v}" for k, v in pairs) + "}"
+    names = {"torch": torch, "tl": tl, "device": torch.device, "inf": math.inf, "nan": math.nan}
+    text = f"tl.constexpr({_literal(value.value)})" if isinstance(value, tl.constexpr) else repr(value)
+    text = f"tl.{text}" if isinstance(value, tl.dtype) else text
+    with contextlib.suppress(Exception):
+        return text if repr(eval(text, {"__builtins__": {}}, names)) == repr(value) else None
     return None
 
 
@@ -64,7 +65,7 @@ def text_of(function: Any) -> str:
 
     Raises ``ValueError`` where it uses something that a file could not have: a lambda, a function within a function, a tensor.
     """
-    imports: dict[str, None] = dict.fromkeys(("import torch", "import triton", "import triton.language as tl"))
+    imports: dict[str, None] = dict.fromkeys(_IMPORTS)
     parts: dict[str, str] = {}
 
     def take(name: str, value: Any, wanted_by: str) -> None:
@@ -73,7 +74,7 @@ def text_of(function: Any) -> str:
         base = base_of(value)
         if isinstance(value, types.ModuleType):
             imports[f"import {value.__name__} as {name}" if value.__name__ != name else f"import {name}"] = None
-        elif isinstance(base, (types.FunctionType, type)) and _of_reader(base):
+        elif isinstance(base, (types.FunctionType, type)) and (base.__module__ or "").split(".")[0] not in _INSTALLED:
             define(name, base)
         elif callable(value) and getattr(builtins, name, None) is value:
             pass
@@ -106,14 +107,3 @@ def text_of(function: Any) -> str:
         raise ValueError(f"judge: a solution must be a function or a file, got {type(function).__name__}")
     define(base.__name__, base)
     return "\n".join(imports) + "\n\n\n" + "\n\n\n".join(parts.values()) + "\n"
-
-
-def _of_reader(base: Any) -> bool:
-    """Whether this is the reader's own text, not that of an installed package."""
-    return (base.__module__ or "").split(".")[0] not in {
-        *sys.stdlib_module_names,
-        "torch",
-        "triton",
-        "kernelbook",
-        "numpy",
-    } or (base.__module__ == "__main__")

@@ -39,8 +39,6 @@ from kernelbook import check, runtime
 from kernelbook.lab import compiled, interpreted_types, remembered_types, timing
 
 # isort: split
-import numpy as np
-import triton.language as tl
 from triton.compiler.errors import CompilationError
 from triton.runtime import interpreter, jit
 from triton.runtime.autotuner import Autotuner
@@ -71,6 +69,7 @@ _ADVICE = {
     "is not defined": "A kernel sees its arguments, tl and other kernels of the file.",
     "fp32": "Convert right after the load: .to(tl.float32).",
     "shared memory": "Take smaller tiles, or a smaller num_stages.",
+    "active drivers": "There is no GPU here: take the device of the inputs, x.device.",
     "no attribute": "A kernel calls tl.* and other kernels of the file; NumPy and PyTorch stay outside.",
 }
 
@@ -117,52 +116,14 @@ class _Host(TorchDispatchMode):
 @contextlib.contextmanager
 def _launches_are_free() -> Iterator[None]:
     """Within the context what a launch itself does with tensors is no operator of the host's."""
-    interpret, run = interpreter.GridExecutor.__call__, jit.JITFunction.run
+    interpret = interpreter.GridExecutor.__call__
 
     def interpreted(self: Any, *args: Any, **kwargs: Any) -> None:
         with _disable_current_modes():
             interpret(self, *args, **kwargs)
 
-    def compiled_(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes():
-            return run(self, *args, **kwargs)
-
-    with (
-        mock.patch.object(interpreter.GridExecutor, "__call__", interpreted),
-        mock.patch.object(jit.JITFunction, "run", compiled_),
-    ):
+    with mock.patch.object(interpreter.GridExecutor, "__call__", interpreted):
         yield
-
-
-# --- the interpreter, nearer to a GPU ---------------------------------------------------------------------------------------
-
-
-def _counting(*bounds: Any) -> Any:
-    """``range`` in a kernel. With a bound that is known at the launch only, its counters are tensors, as compiled."""
-    bounds = tuple(getattr(bound, "value", bound) for bound in bounds)
-    numbers = range(*map(int, bounds))
-    if not any(isinstance(bound, tl.tensor) for bound in bounds):
-        return numbers
-    wide = any(isinstance(bound, tl.tensor) and bound.dtype is tl.int64 for bound in bounds)
-    return map(_counter_64 if wide else _counter_32, numbers)
-
-
-def _counter_32(number: int) -> Any:
-    handle: Any = interpreter.TensorHandle(np.array([number], np.int32), tl.int32)
-    handle.narrow = "argument"  # to the watch: a product with a size may be too large for it
-    return tl.tensor(handle, tl.int32)
-
-
-def _counter_64(number: int) -> Any:
-    return tl.tensor(interpreter.TensorHandle(np.array([number], np.int64), tl.int64), tl.int64)
-
-
-def _as_on_a_gpu(stack: contextlib.ExitStack) -> None:
-    from kernelbook.lab.watched_memory import watched
-
-    stack.enter_context(watched())
-    interpreted_types.compute()
-    interpreter.range = _counting  # type: ignore[attr-defined]  # kernels see this module's names, tl.range too
 
 
 def _any_configuration(_: Any, __: Callable[[], None], quantiles: Sequence[float]) -> list[float]:
@@ -187,12 +148,9 @@ class _Session:
         try:
             spec.loader.exec_module(module)
         except Exception as error:
-            there = (
-                ". There is no GPU here: take the device of the inputs, x.device"
-                if "active drivers" in str(error)
-                else ""
-            )
-            raise RefusedError(f"the file cannot be loaded: {self._says(error)}{there}", "load") from error
+            raise RefusedError(
+                f"the file cannot be loaded: {self._says(error)}{_advice(str(error))}", "load"
+            ) from error
         self.function = getattr(module, request["function"], None)
         if not callable(self.function):
             raise RefusedError(f"the file defines no function {request['function']}", "load")
@@ -236,13 +194,12 @@ class _Session:
 
     def _of_compiler(self, error: BaseException) -> RefusedError:
         """What the compiler said, the line that it said it of, and what to do."""
-        told = str(getattr(error, "error_message", None) or error.__cause__ or str(error).splitlines()[-1])
+        told = str(error.__cause__ or getattr(error, "error_message", None) or str(error).splitlines()[-1])
         node, source = getattr(error, "node", None), getattr(error, "src", None)
         line = source.splitlines()[node.lineno - 1].strip() if source and hasattr(node, "lineno") else ""
         where = f", at `{line[:100]}`" if line else ""
-        return RefusedError(
-            f"it does not compile: {' '.join(told.split()).partition('. ')[0]}{where}{_advice(told)}", "compile"
-        )
+        first = " ".join(told.split()).partition(". ")[0]
+        return RefusedError(f"it does not compile: {first}{where}{_advice(told)}", "compile")
 
     # --- what is asked for ---
 
@@ -257,19 +214,14 @@ class _Session:
             tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
             for name, value in tensors.items():
                 _storage_bytes(inputs[name]).copy_(_storage_bytes(value))
-            results.append(
-                self._called(inputs | {n: v for n, v in values.items() if n not in tensors}, request, upstream)
-            )
+            inputs |= {name: value for name, value in values.items() if name not in tensors}
+            results.append(self._called(inputs, request, upstream))
             for name, value in tensors.items():
                 if not torch.equal(_storage_bytes(inputs[name]).cpu(), _storage_bytes(value)):
-                    raise RefusedError(
-                        f"it writes into {name}, which is an input, or into the memory around it", "mask"
-                    )
+                    raise RefusedError(f"it writes into {name}, an input, or into the memory around it", "mask")
         return {"results": [_answer(*result) for result in results]}
 
-    def _called(
-        self, inputs: Mapping[str, Any], request: Mapping[str, Any], upstream: Sequence[torch.Tensor]
-    ) -> _Result:
+    def _called(self, inputs: Mapping[str, Any], request: Mapping[str, Any], upstream: Sequence[Any]) -> _Result:
         """The outputs of one call, and the gradients by what the task differentiates by."""
         wanted: Sequence[str] = request["grads"] if upstream else ()
         given = {name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
@@ -277,9 +229,7 @@ class _Session:
         for name in wanted:
             given[name].requires_grad_()
         upstream = [_on_device(up) for up in upstream]
-        host = _Host(
-            request["also"], [tensor for tensor in tensors if request["copies"] and tensor.is_floating_point()]
-        )
+        host = _Host(request["also"], [x for x in tensors if request["copies"] and x.is_floating_point()])
         grads: Sequence[Any] = ()
         try:
             with _launches_are_free(), host:
@@ -297,9 +247,8 @@ class _Session:
                 raise RefusedError(host.refused, "rule")
         missing = [name for name, grad in zip(wanted, grads, strict=True) if grad is None]
         if missing:
-            raise RefusedError(
-                f"there is no gradient by {missing[0]}: backward returns one for each argument of forward", "grads"
-            )
+            told = f"there is no gradient by {missing[0]}: backward returns one for each argument of forward"
+            raise RefusedError(told, "grads")
         _plain(grads, [], "a gradient")
         return outputs, grads
 
@@ -363,10 +312,10 @@ _Result = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
 
 def _answer(outputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> dict[str, Any]:
     """Copies that share no memory, and how the outputs lay."""
-    copies = [
+    ours, by = (
         [x.detach().cpu().clone(memory_format=torch.contiguous_format) for x in part] for part in (outputs, grads)
-    ]
-    return {"outputs": copies[0], "grads": copies[1], "contiguous": all(out.is_contiguous() for out in outputs)}
+    )
+    return {"outputs": ours, "grads": by, "contiguous": all(out.is_contiguous() for out in outputs)}
 
 
 def _on_device(value: Any) -> Any:
@@ -419,7 +368,10 @@ def _session(channel: Connection) -> None:
     with contextlib.ExitStack() as stack:
         stack.enter_context(check.poisoned_empty())
         if runtime.INTERPRET:
-            _as_on_a_gpu(stack)
+            from kernelbook.lab.watched_memory import watched
+
+            stack.enter_context(watched())
+            interpreted_types.compute()
         if runtime.DEVICE.type == "cpu":
             stack.enter_context(mock.patch.object(Autotuner, "do_bench", _any_configuration))
         session = _Session()

@@ -188,16 +188,20 @@ _MATRICES = _named("M N", (1, 1), (1, 7), (3, 16), (7, 97), (67, 5), (2, 1031), 
 _UP_TO_4096 = _MATRICES[:-1]
 # In a row of one element a norm's gradient by x is all cancellation: what is left is rounding, PyTorch's and a reader's.
 _LONGER_ROWS = _named("M N", (1, 2), *[(row["M"], row["N"]) for row in _MATRICES[1:]])
-_MODEL = {"M": 8192, "N": 4096}  # tokens and a model's width
+# Sizes for a GPU, by their letters: tokens M and T, a model's width N and K, experts E, heads H of D numbers ...
+_REAL = {"M": 8192, "N": 4096, "K": 4096, "n": 2**26, "R": 65536, "T": 4096, "k": 4, "E": 128}
+_REAL |= {"H": 16, "D": 128, "L": 1434, "A": 26}
 # exp() of numbers around 300 is infinite in float32: without the largest number of its row a kernel is wrong.
 _EXPONENTIALS = (1.0, 20.0, 300.0)
+_HALVES = torch.float16, torch.bfloat16
 _COPY: dict[str, Any] = {"copies": True, "contiguous": True}
 
 
 def _add(says: str, reference: Any, inputs: Any, sizes: Sequence[Sizes] = _MATRICES, **more: Any) -> None:
     """Adds the task whose name ``says`` begins with."""
     fields = {"name": says.partition("(")[0], "says": says, "reference": reference, "inputs": inputs, "sizes": sizes}
-    TASKS[fields["name"]] = Task(**{"real": _MODEL, **fields, **more})
+    real = {name: _REAL[name] for name in sizes[0] if name in _REAL} | more.pop("real", {})
+    TASKS[fields["name"]] = Task(**fields, **more, real=real)
 
 
 def _draw(**shapes: str) -> Callable[..., dict[str, Any]]:
@@ -218,7 +222,6 @@ _add(
     lambda x: x.clone(),
     _draw(x="n"),
     _named("n", (1,), (97,), (1024,), (4099,)),
-    real={"n": 2**26},
     strided=False,
     empty="n",
     how="A program copies a block: offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), a load and a store with mask=offs < n.",
@@ -230,7 +233,6 @@ _add(
     lambda x, y: x + y,
     _draw(x="n", y="n"),
     _named("n", (1,), (97,), (1024,), (4099,)),
-    real={"n": 2**26},
     empty="n",
     hints={
         "stride": "x and y have strides of their own (x.stride(0)): an element's address is x_ptr + offs * stride, in 64 bits."
@@ -303,7 +305,7 @@ _add(
     lambda ids, num_experts: torch.bincount(ids, minlength=num_experts).to(torch.int32),
     lambda draw, T, E: {"ids": draw.ids(E, T), "num_experts": E},
     _named("T E", (1, 1), (7, 3), (97, 8), (515, 17)),
-    real={"T": 2**24, "E": 128},
+    real={"T": 2**24},
     dtypes=(torch.float32,),
     scales=(1.0,),
     how="tl.atomic_add into zeros, one for each slot; a masked slot adds nothing. Fewer atomics: tl.histogram counts a block first.",
@@ -323,7 +325,7 @@ _add(
     lambda table, ids: table[ids],
     _draw(table="R N", ids="ids R T"),
     _named("R N T", (1, 1, 1), (5, 7, 3), (11, 97, 15), (4, 1031, 4)),
-    real={"R": 65536, "N": 4096, "T": 16384},
+    real={"T": 16384},
     empty="T",
     moved=lambda s, size: 2 * s["T"] * s["N"] * size + 8 * s["T"],
     how="One program a token: it loads its id, then that row. The id is 64 bits, so is the offset.",
@@ -460,7 +462,6 @@ _add(
     lambda table, ids: table[ids],
     _draw(table="R N", ids="ids R T k"),
     _named("R N T k", (1, 1, 1, 1), (5, 7, 3, 2), (11, 97, 5, 3), (4, 1031, 2, 2)),
-    real={"R": 65536, "N": 4096, "T": 4096, "k": 4},
     empty="T",
     moved=lambda s, size: 2 * s["T"] * s["k"] * s["N"] * size + 8 * s["T"] * s["k"],
     how="One program a chosen row: it loads its id, by the strides of ids, then the row. The id is 64 bits: so is the offset.",
@@ -471,7 +472,6 @@ _add(
     lambda y, gates: (y * gates[..., None]).sum(1),
     _draw(y="T k N", gates="probabilities T k"),
     _named("T k N", (1, 1, 1), (3, 2, 7), (5, 4, 97), (2, 3, 1031)),
-    real={"T": 4096, "k": 8, "N": 4096},
     empty="T",
     hints={"dtype": "Accumulate the k products in float32; round once, at the store."},
 )
@@ -489,7 +489,6 @@ _add(
     _rope,
     lambda draw, T, H, D: {"x": draw(T, H, D), **dict(zip(("cos", "sin"), draw.angles(T, D // 2), strict=True))},
     _named("T H D", (1, 1, 2), (3, 2, 6), (5, 3, 34), (2, 2, 128)),
-    real={"T": 8192, "H": 32, "D": 128},
     multiple={"D": 2},
     empty="T",
     how="A program takes a token (and a head), and loads both halves before it stores either; cos and sin are of the token.",
@@ -507,7 +506,6 @@ _add(
     lambda a, b: a @ b,
     _draw(a="M K", b="K N"),
     _named("M K N", (1, 1, 1), (1, 17, 5), (16, 16, 16), (33, 70, 41), (64, 128, 32)),
-    real={"M": 4096, "K": 4096, "N": 4096},
     empty="M",
     flops=lambda s: 2 * s["M"] * s["K"] * s["N"],
     hints={"dtype": "float32 inputs: tl.dot(..., input_precision='ieee'), or ten of 23 bits are kept."},
@@ -518,7 +516,7 @@ _add(
     lambda x, weight, rows: x @ weight[rows].T,
     _draw(x="M K", weight="N K", rows="ids N L"),
     _named("M K N L", (1, 1, 1, 1), (1, 17, 5, 3), (3, 64, 41, 7), (17, 70, 100, 37)),
-    real={"M": 1, "K": 4096, "N": 14336, "L": 1434},
+    real={"M": 1, "N": 14336},
     moved=lambda s, size: (s["M"] * s["K"] + s["L"] * s["K"] + s["M"] * s["L"]) * size + 8 * s["L"],
     flops=lambda s: 2 * s["M"] * s["K"] * s["L"],
     how="Load the block of row numbers first (64 bits, by their stride), then the rows of weight; for one row of x a tl.sum over K is enough.",
@@ -536,7 +534,6 @@ _add(
     _nf4_decode,
     lambda draw, n: _packed(draw, (n // 2,), (n // 64,)),
     _named("n", (64,), (192,), (1024,), (64 * 41,)),
-    real={"n": 2**26},
     multiple={"n": 64},
     empty="n",
     dtypes=(torch.float32,),
@@ -571,7 +568,7 @@ _add(
         draw, B=B, H=H_kv * G, H_kv=H_kv, S=S, D=D
     ),
     _named("B H_kv G S D", (1, 1, 1, 1, 16), (2, 1, 2, 5, 16), (3, 2, 2, 97, 32), (2, 1, 1, 300, 16)),
-    real={"B": 16, "H_kv": 8, "G": 4, "S": 8192, "D": 128},
+    real={"B": 16, "H_kv": 8, "G": 4, "S": 8192},
     powers=("D",),
     scales=(1.0, 3.0, 7.0),
     moved=lambda s, size: s["B"] * s["H_kv"] * s["S"] * s["D"] * size,  # k and v, of which half lies before the lengths
@@ -583,7 +580,7 @@ _add(
     lambda w: w.unflatten(0, (-1, 16)).square().sum((1, 2)).sqrt(),
     _draw(w="R N"),
     _named("R N", (16, 1), (32, 7), (48, 97), (16, 1031)),
-    real={"R": 16384, "N": 4096},
+    real={"R": 16384},
     multiple={"R": 16},
     empty="R",
     how="One program a chunk, with a loop over columns; the sum of squares in float32, the root at the end.",
@@ -596,7 +593,6 @@ _add(
     lambda x, y, alpha: alpha * x + y,
     lambda draw, n: {"x": draw(n), "y": draw(n), "alpha": draw.number()},
     _named("n", (1,), (5,), (97,), (1024,), (4099,)),
-    real={"n": 2**26},
     strided=False,
     how="A number is an argument of the kernel like a size. One load of x, one of y, one store.",
 )
@@ -614,9 +610,8 @@ _add(
     lambda a, b, bias: torch.relu(a @ b + bias),
     _draw(a="rising M K", b="positive_mean K N", bias="N"),
     _named("M K N", (1, 1, 1), (1, 17, 5), (16, 16, 16), (33, 70, 41), (2, 4099, 17)),
-    real={"M": 4096, "K": 4096, "N": 4096},
-    dtypes=(torch.float16, torch.bfloat16),
     strided=False,
+    dtypes=_HALVES,
     flops=lambda s: 2 * s["M"] * s["K"] * s["N"],
     how="Between the loop and the store the tile is in registers, in float32. The bias is of the columns: bias[None, :].",
 )
@@ -638,8 +633,8 @@ _add(
     lambda x, weight, ids: F.pad(x @ weight.T, (0, -weight.shape[0] % 64)).unflatten(1, (-1, 64))[:, ids].flatten(1),
     lambda draw, M, K, N, A: {**_X_WEIGHT(draw, M=M, K=K, N=N), "ids": draw.some_of(-(-N // 64), A)},
     _named("M K N A", (1, 1, 1, 1), (1, 17, 100, 2), (3, 70, 130, 2), (33, 40, 64, 1), (2, 2053, 65, 1)),
-    real={"M": 4096, "K": 4096, "N": 16384, "A": 26},
-    dtypes=(torch.float16, torch.bfloat16),
+    real={"M": 4096, "N": 16384},
+    dtypes=_HALVES,
     flops=lambda s: 2 * s["M"] * s["K"] * 64 * s["A"],
     moved=lambda s, size: (s["M"] * s["K"] + 64 * s["A"] * (s["K"] + s["M"])) * size,
     how="A program owns a chunk and some rows of x: it loads its id once. Features beyond N are loaded as zeros, which are stored.",
@@ -666,7 +661,7 @@ _add(
     lambda q, k, v, width: _attention(q, k, v, (_distance(q) >= 0) & (_distance(q) < width)),
     lambda draw, width, **sizes: {**_QKV(draw, **sizes), "width": width},
     _named("H N D width", (1, 1, 16, 1), (2, 5, 16, 3), (1, 97, 32, 21), (1, 133, 16, 40)),
-    real={"H": 16, "N": 2048, "D": 128, "width": 512},
+    real={"N": 2048, "width": 512},
     flops=lambda s: 4 * s["H"] * s["N"] * s["width"] * s["D"],
     how="The first query of a tile has the oldest key: begin at its tile. Mask by distance: 0 <= query - key < width.",
     **_ATTENTION,
@@ -677,7 +672,7 @@ _add(
     lambda q, k, v, sinks: _attention(q, k, v, None, sinks),
     lambda draw, H, N, D: {**_QKV(draw, H=H, N=N, D=D), "sinks": draw(H, dtype=torch.float32)},
     _named("H N D", (1, 1, 16), (2, 5, 16), (1, 97, 32)),
-    real={"H": 16, "N": 2048, "D": 128},
+    real={"N": 2048},
     flops=lambda s: 4 * s["H"] * s["N"] ** 2 * s["D"],
     how="A key that has been seen before the loop: the maximum is its score, the sum is 1.",
     **_ATTENTION,
@@ -687,7 +682,7 @@ _add(
     lambda q, k, v: _attention(q, k, v, _distance(q) >= 0),
     _QKV,
     _named("H N D", (1, 1, 16), (2, 5, 16), (3, 40, 16), (1, 97, 32), (1, 133, 16)),
-    real={"H": 16, "N": 2048, "D": 128},
+    real={"N": 2048},
     peer=lambda q, k, v: F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0],
     flops=lambda s: 2 * s["H"] * s["N"] ** 2 * s["D"],
     how="A persistent program: for unit in range(tl.program_id(0), units, tl.num_programs(0)). A unit is a head and a pair of tiles of queries, i and tiles - 1 - i. An odd number of tiles leaves the one in the middle without a partner: take it once.",
@@ -713,7 +708,6 @@ _add(
     _quantized,
     lambda draw, n: {"w": _with_zeros(draw(n)), "code": draw.table()},
     _named("n", (64,), (128,), (192,), (64 * 11,)),
-    real={"n": 2**26},
     multiple={"n": 64},
     dtypes=(torch.float32,),
     strided=False,
@@ -727,7 +721,7 @@ _add(
     lambda packed, absmax, table, x: _nf4_decode(packed, absmax, table).view(len(packed), -1).to(x.dtype) @ x,
     lambda draw, N, K: {**_packed(draw, (N, K // 2), (N, K // 64)), "x": draw(K)},
     _named("N K", (1, 64), (5, 64), (3, 320), (19, 128)),
-    real={"N": 14336, "K": 4096},
+    real={"N": 14336},
     multiple={"K": 64},
     strided=False,
     how="A program owns some rows and walks over K. The high halves belong to the even columns of x, the low halves to the odd ones: two loads of x with steps of two. absmax_ptr + row * (K // 64) + byte // 32 is the same for 32 bytes.",
