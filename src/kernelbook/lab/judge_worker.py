@@ -195,8 +195,8 @@ class _Session:
     def _of_compiler(self, error: BaseException) -> RefusedError:
         """What the compiler said, the line that it said it of, and what to do."""
         told = str(error.__cause__ or getattr(error, "error_message", None) or str(error).splitlines()[-1])
-        node, source = getattr(error, "node", None), getattr(error, "src", None)
-        line = source.splitlines()[node.lineno - 1].strip() if source and hasattr(node, "lineno") else ""
+        source, number = getattr(error, "src", None), getattr(getattr(error, "node", None), "lineno", 0)
+        line = source.splitlines()[number - 1].strip() if source and number else ""
         where = f", at `{line[:100]}`" if line else ""
         first = " ".join(told.split()).partition(". ")[0]
         return RefusedError(f"it does not compile: {first}{where}{_advice(told)}", "compile")
