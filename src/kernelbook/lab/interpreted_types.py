@@ -48,7 +48,8 @@ def _in_memory(pointers: Any) -> Any | None:
 
 def represent() -> None:
     """Have the interpreter keep bfloat16 as float32, from here on. It comes before what remembers types."""
-    np_dtype, fits = interpreter._get_np_dtype, interpreter._validate_np_data_size
+    np_dtype = interpreter._get_np_dtype
+    fits: Callable[..., bool] = getattr(interpreter, "_validate_np_data_size", lambda data, dtype: True)
 
     def of_float32(dtype: Any) -> Any:
         return np.dtype(np.float32) if dtype.scalar is tl.bfloat16 else np_dtype(dtype)
@@ -80,13 +81,12 @@ def _counter_64(number: int) -> Any:
 def compute() -> None:
     """Have the interpreter round what it computes, from here on. It comes after what remembers types, and after the watch."""
     builder = interpreter.InterpreterBuilder
-    real: dict[str, Callable[..., Any]] = {
-        name: getattr(builder, name)
-        for name in (
-            *_ROUNDED, "cast_impl", "create_fp_to_fp", "create_bitcast", "create_fabs", "create_masked_load",
-            "create_masked_store", "create_atomic_rmw",
-        )
-    }  # fmt: skip
+    others = (
+        "cast_impl create_fp_to_fp create_bitcast create_fabs create_masked_load create_masked_store create_atomic_rmw"
+    )
+    real: dict[str, Any] = {
+        name: getattr(builder, name, None) for name in (*_ROUNDED, *others.split())
+    }  # as of this Triton
 
     def rounding(name: str) -> Callable[..., Any]:
         def operation(self: Any, *args: Any) -> Any:
@@ -159,5 +159,6 @@ def compute() -> None:
         "create_masked_load": load, "create_masked_store": store, "create_atomic_rmw": modify,
     }  # fmt: skip
     for name, method in methods.items():
-        setattr(builder, name, method)
+        if real.get(name, method) is not None:
+            setattr(builder, name, method)
     interpreter.range = _counting  # type: ignore[attr-defined]  # kernels see this module's names, tl.range too

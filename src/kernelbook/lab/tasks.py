@@ -225,7 +225,7 @@ _add(
     strided=False,
     empty="n",
     how="A program copies a block: offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), a load and a store with mask=offs < n.",
-    picture="x    a b c d | e f g h | i\n     program 0  program 1  program 2\nout  a b c d | e f g h | i",
+    picture="x        a b c d | e f g h | i\nprogram     0    |    1    | 2\nout      a b c d | e f g h | i",
     **_COPY,
 )
 _add(
@@ -269,7 +269,7 @@ _add(
         "scale": "Subtract the largest number of the row first: exp(89) is infinite in float32.",
     },
     how="One program a row; BLOCK_N = triton.next_power_of_2(N) holds the row.",
-    picture="0 1 2  ->  .09 .24 .67   (each row sums to 1)",
+    picture="0 1 2  ->  .09 .24 .67",
 )
 _add(
     "softmax_autograd(x): softmax of each row, with a gradient, as an autograd.Function. x (M, N), rows of up to 4096 -> (M, N)",
@@ -278,7 +278,7 @@ _add(
     _UP_TO_4096[1:],
     grads=("x",),
     how="forward saves y; backward(ctx, dy) gives y * (dy - sum(dy * y)), the sum over the row: a kernel of the same shape.",
-    picture="x --forward--> y --loss--> L\ndx <-backward- dy          dx = y * (dy - sum(dy * y))",
+    picture=" x -- forward ->  y\ndx <- backward -- dy",
 )
 _add(
     "row_argmax(x): the place of the largest number of each row, the first of equal ones. x (M, N), rows of up to 4096 -> (M,) int64",
@@ -338,7 +338,7 @@ _add(
     _draw(x="M N", residual="M N"),
     empty="M",
     how="The sum stays in registers between the two loads and the one store: tl.maximum(x + residual, 0.0).",
-    picture="x         1 -4\nresidual  2  1\nout       3  0    two loads, one store",
+    picture="x         1 -4\nresidual  2  1\nout       3  0",
 )
 
 # --- rows -----------------------------------------------------------------------------------------------------------------
