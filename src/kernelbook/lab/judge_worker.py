@@ -19,6 +19,7 @@ import importlib.util
 import os
 import pickle
 import random
+import re
 import resource
 import signal
 import socket
@@ -198,7 +199,9 @@ class _Session:
         source, number = getattr(error, "src", None), getattr(getattr(error, "node", None), "lineno", 0)
         line = source.splitlines()[number - 1].strip() if source and number else ""
         where = f", at `{line[:100]}`" if line else ""
-        first = " ".join(told.split()).partition(". ")[0]
+        first = re.sub(
+            r"^\w+\(['\"]|['\"]\)$", "", " ".join(told.split()).partition(". ")[0]
+        )  # of an exception's repr()
         return RefusedError(f"it does not compile: {first}{where}{_advice(told)}", "compile")
 
     # --- what is asked for ---
