@@ -75,7 +75,6 @@ evidence: $(ENVIRONMENT)
 	$(PY) tools/evidence/faults.py
 	$(PY) tools/evidence/error_rule.py
 	$(PY) tools/evidence/fused_attention.py
-	$(PY) tools/evidence/judged.py
 	-$(PY) tools/evidence/host.py --seconds $(or $(SECONDS),14400) # where Cosmic Ray is installed
 	$(PY) tools/evidence/record.py --seconds $(or $(SECONDS),14400)
 	$(PY) tools/evidence/soak.py --seconds $(or $(SECONDS),3600) --out book/evidence/soak.json

@@ -16,14 +16,16 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-# By module or file: what its process imports, in turn. Not for a program that ends when its parent does: that is another process here.
+# By module or file, "compiled" where kernels are not interpreted: what its process imports, in turn. Not for a program that ends
+# when its parent does: that is another process here.
 KINDS: dict[str, tuple[str, ...]] = {
     "ipykernel_launcher": (
         # Not matplotlib_inline: it connects figures to the notebook when it is imported, and there is none yet.
         "ipykernel.ipkernel", "ipykernel.kernelapp", "ipykernel.debugger", "pandas", "matplotlib.pyplot",
     ),
-    "kernelbook.lab.compiled": ("kernelbook.lab.compiled", "torch._dynamo"),
+    "kernelbook.lab.compiled compiled": ("kernelbook.lab.compiled", "torch._dynamo"),
     "kernelbook.lab.judge_worker": ("kernelbook.lab.judge_worker", "torch._dynamo"),
+    "kernelbook.lab.judge_worker compiled": ("kernelbook.lab.judge_worker", "torch._dynamo"),
     "kernelbook.lab.older": ("kernelbook.lab.older", "torch._dynamo"),
     "torch.distributed.run": ("torch.distributed.run",),
     "several_ranks.py": (
@@ -38,6 +40,7 @@ import os, socket, sys
 arguments = sys.argv[1:]
 what = [each for each in arguments if each != "-u"][:2] or [""]
 name = what[-1] if what[0] == "-m" else os.path.basename(what[0])
+name += " compiled" if os.environ.get("TRITON_INTERPRET") == "0" else ""
 server = socket.socket(socket.AF_UNIX)
 try:
     server.connect(os.path.join(os.path.dirname(__file__), name or "-"))
