@@ -34,8 +34,7 @@ import dataclasses
 import functools
 import itertools
 import operator
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -45,7 +44,6 @@ from kernelbook import gluon_names, runtime  # before Triton, which it sets up
 from kernelbook.lab import remembered_types
 from kernelbook.lab.gluon_memory import (
     KINDS,
-    Barrier,
     Copy,
     Event,
     GluonError,
@@ -67,7 +65,7 @@ from triton.experimental.gluon.language.nvidia import ampere, hopper
 from triton.runtime import interpreter
 from triton.runtime.jit import get_jit_fn_file_line
 
-__all__ = ["KINDS", "Event", "GluonError", "interpret", "interpreted"]
+__all__ = ["KINDS", "Event", "GluonError", "enable", "interpret", "interpreted"]
 
 assert runtime  # set up
 
@@ -500,23 +498,24 @@ def _rewritten(function: Any, scope: dict[str, Any]) -> Any:
     return found[function.__name__]
 
 
-def _sources(module: Any) -> tuple[str, ...]:
-    return tuple(f.src for f in vars(module).values() if isinstance(f, GluonJITFunction))
+_scopes: dict[tuple[int, tuple[str, ...]], dict[str, Any]] = {}
 
 
-@functools.cache
-def _scope(module: Any, sources: tuple[str, ...]) -> dict[str, Any]:
-    """The module's names, as the interpreter has them."""
-    scope = vars(interpreter) | vars(module) | {"_assigned": _assigned}
-    for name, value in vars(module).items():
+def _scope(names: dict[str, Any]) -> dict[str, Any]:
+    """A module's names, as the interpreter has them; the same again while the sources of its functions are the same."""
+    key = id(names), tuple(f.src for f in names.values() if isinstance(f, GluonJITFunction))
+    if key in _scopes:
+        return _scopes[key]
+    scope = _scopes[key] = vars(interpreter) | names | {"_assigned": _assigned}
+    for name, value in names.items():
         for real, ours in _STANDS_FOR:
             if value is real:
                 scope[name] = ours
         if name in _BY_NAME:
             scope[name] = _BY_NAME[name]
         if isinstance(value, GluonJITFunction):
-            home = sys.modules[value.__module__]
-            scope[name] = _rewritten(value, scope) if home is module else _scope(home, _sources(home))[value.__name__]
+            home = value.fn.__globals__
+            scope[name] = _rewritten(value, scope) if home is names else _scope(home)[value.__name__]
     return scope
 
 
@@ -544,11 +543,9 @@ class _Launches:
         return self.assembly(getattr(asm, "value", asm), args, dtype)
 
     def run(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **constants: Any) -> None:
-        module = sys.modules[kernel.__module__]
-        scope = _scope(module, _sources(module))
-        function = scope[kernel.__name__]
-        jitted = [f for f in vars(module).values() if isinstance(f, GluonJITFunction)]
-        files = {f.fn.__code__.co_filename for f in jitted}
+        names = kernel.fn.__globals__
+        function = _scope(names)[kernel.__name__]
+        files = {f.fn.__code__.co_filename for f in names.values() if isinstance(f, GluonJITFunction)}
         bounded = self.bounded(kernel.__name__)
         args = tuple(Bounded(a) if name in bounded else a for name, a in zip(kernel.arg_names, args, strict=False))
         args = tuple(Tiles(a) if hasattr(a, "block_shape") else a for a in args)
@@ -617,6 +614,15 @@ def interpreted(
         mock.patch.object(GluonJITFunction, "__hash__", object.__hash__),
     ):
         yield launches
+
+
+_enabled = contextlib.ExitStack()  # never closed
+
+
+def enable() -> None:
+    """From here on, in this process, launches of Gluon kernels run in the interpreter; on a GPU nothing changes."""
+    if runtime.INTERPRET:
+        _enabled.enter_context(interpreted())
 
 
 def interpret(launch: Any, *args: Any, seed: int = 0, **constants: Any) -> list[list[Event]]:
