@@ -74,7 +74,7 @@ assert runtime  # set up
 
 
 @dataclasses.dataclass(frozen=True, eq=True)
-class _Unknown(language.AutoLayout):
+class _Unknown(language.AutoLayout):  # type: ignore[misc]
     """The layout of what was reshaped, permuted, joined or split: it goes with any other."""
 
     dims: int = 0
@@ -84,7 +84,7 @@ class _Unknown(language.AutoLayout):
         return self.dims
 
 
-class _Builder(interpreter.InterpreterBuilder):
+class _Builder(interpreter.InterpreterBuilder):  # type: ignore[misc]
     """Triton's, and what Gluon's front end asks for; layouts are told from one another by that front end alone."""
 
     begin: Callable[[], None]
@@ -121,7 +121,7 @@ class _Builder(interpreter.InterpreterBuilder):
         return super().create_barrier()
 
 
-class _Semantic(GluonSemantic):  # type: ignore[type-arg]
+class _Semantic(GluonSemantic):  # type: ignore[misc, type-arg]
     """Gluon's front end over the interpreter's builder."""
 
     def _has_warps(self, layout: Any) -> None:
@@ -195,12 +195,11 @@ class _Gluon:
             return lambda value, *_, **__: value
         if name in _REDUCTIONS:
             return _reduced(getattr(tl, name))
-        if hasattr(tl, name) and hasattr(language, name):
-            return getattr(tl, name)
         found = getattr(language, name, None)
-        if found is None or getattr(found, "__triton_builtin__", False):
+        own = getattr(found, "__triton_builtin__", False) and found.__module__.startswith("triton.experimental")
+        if found is None or own:  # a function of Gluon alone
             raise GluonError("not interpreted", f"gl.{name}")
-        return found
+        return getattr(tl, name, found)
 
     @staticmethod
     def warp_specialize(
@@ -519,11 +518,12 @@ def _scope(names: dict[str, Any]) -> dict[str, Any]:
     return scope
 
 
-class _Kernel(interpreter.InterpretedFunction):  # type: ignore[type-arg]
+class _Kernel(interpreter.InterpretedFunction):  # type: ignore[misc, type-arg]
     """What the interpreter launches: nothing is left to be rewritten."""
 
     def __init__(self, function: Any, arg_names: Sequence[str]) -> None:
-        self.fn, self.arg_names, self.pre_run_hooks = function, arg_names, []
+        self.fn, self.arg_names = function, arg_names
+        self.pre_run_hooks: list[Any] = []
 
     def rewrite(self) -> Any:
         return self.fn

@@ -75,7 +75,6 @@ def owners(layout: Any, shape: Sequence[int]) -> Owners:
 def _accesses(layout: Any, shape: Sequence[int], offset: np.ndarray, itemsize: int) -> list[np.ndarray]:
     """What the first warp does: for each of its instructions the byte at which each lane's vector begins, and its bytes."""
     who = owners(layout, shape)
-    instructions = []
     lanes = [np.flatnonzero((who.warp == 0) & (who.lane == t)) for t in range(32)]
     lanes = [lane[np.argsort(who.register.flat[lane])] for lane in lanes if len(lane)]
     places = np.stack([offset.flat[lane] for lane in lanes]) * itemsize  # (lanes, registers)
@@ -87,9 +86,8 @@ def _accesses(layout: Any, shape: Sequence[int], offset: np.ndarray, itemsize: i
         if not (aligned.all() and (steps == itemsize * np.arange(2 * width)).all()):
             break
         width *= 2
-    for first in range(0, places.shape[1], width):
-        instructions.append(np.stack([places[:, first], np.full(len(lanes), width * itemsize)]))
-    return instructions
+    size = np.full(len(lanes), width * itemsize)
+    return [np.stack([places[:, first], size]) for first in range(0, places.shape[1], width)]
 
 
 def sectors(layout: Any, shape: Sequence[int], *, stride: int, itemsize: int = 2) -> tuple[int, int]:
