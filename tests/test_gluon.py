@@ -72,11 +72,12 @@ def test_every_step_compiles_for_a_hopper_gpu() -> None:
         "page.with_tma(page._matmul_async_kernel, a, a, tile=page.LARGE, **page.EIGHT)\n"
         "page.specialized(a, a)\n"
         "page.with_tma(page._matmul_stages_kernel, a, a, STAGES=3)\n"
-        "page.with_store(page._matmul_store_kernel, a, a)\n"
+        "page.with_store(page._matmul_store_kernel, a, a)\n",
+        asm=("ptx",),
     )
     assert len(kernels) == 11
-    for kernel in kernels:
-        assert kernel.spill_bytes == 0, kernel
+    for kernel in kernels:  # operands of mma_v2 pass through registers, those of wgmma do not
+        assert kernel.spill_bytes == 0 or "wgmma" not in kernel.asm["ptx"], kernel
     assert sum("wgmma" in kernel.asm["ptx"] for kernel in kernels) == 5
     assert sum("setmaxnreg" in kernel.asm["ptx"] for kernel in kernels) == 1
 

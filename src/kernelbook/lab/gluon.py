@@ -32,6 +32,7 @@ import ast
 import contextlib
 import dataclasses
 import functools
+import inspect
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -63,7 +64,6 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.language._semantic import GluonSemantic
 from triton.experimental.gluon.language.nvidia import ampere, hopper
 from triton.runtime import interpreter
-from triton.runtime.jit import get_jit_fn_file_line
 
 __all__ = ["KINDS", "Event", "GluonError", "enable", "interpret", "interpreted"]
 
@@ -196,8 +196,8 @@ class _Gluon:
         if name in _REDUCTIONS:
             return _reduced(getattr(tl, name))
         found = getattr(language, name, None)
-        own = getattr(found, "__triton_builtin__", False) and found.__module__.startswith("triton.experimental")
-        if found is None or own:  # a function of Gluon alone
+        builtin = getattr(found, "__triton_builtin__", False) and name not in ("load", "store")
+        if found is None or (builtin and found.__module__.startswith("triton.experimental")):  # of Gluon alone
             raise GluonError("not interpreted", f"gl.{name}")
         return getattr(tl, name, found)
 
@@ -491,7 +491,9 @@ def _assigned(name: str, value: Any) -> Any:
 def _rewritten(function: Any, scope: dict[str, Any]) -> Any:
     """The function that the interpreter calls, of its source as it is now: a fault may have been planted there."""
     tree = ast.fix_missing_locations(_Transformer().visit(ast.parse(function.src)))
-    ast.increment_lineno(tree, get_jit_fn_file_line(function)[1] - 1)
+    lines, first = inspect.getsourcelines(function.fn)
+    before = next(i for i, line in enumerate(lines) if line.lstrip().startswith("def "))  # decorators
+    ast.increment_lineno(tree, first + before - 1)
     found: dict[str, Any] = {}
     exec(compile(tree, function.fn.__code__.co_filename, "exec"), scope, found)  # noqa: S102
     return found[function.__name__]
@@ -559,12 +561,13 @@ class _Launches:
             self.events.append(Program.current.events)
 
         builder: Any = _Builder()
-        builder.begin = begin
+        builder.begin, semantic = begin, _Semantic(builder)
         try:
             with (  # for this launch alone: other kernels are Triton's, whose types have no layouts
                 remembered_types.forgotten() if remembered_types.of_triton else contextlib.nullcontext(),
                 mock.patch.object(interpreter, "interpreter_builder", builder),
-                mock.patch.object(interpreter, "interpreter_semantic", _Semantic(builder)),
+                mock.patch.object(interpreter, "interpreter_semantic", semantic),
+                mock.patch.object(interpreter, "TritonSemantic", lambda _: semantic),  # which Triton 3.6 makes anew
                 mock.patch.object(tl, "inline_asm_elementwise", self.inline_asm),
             ):
                 _Kernel(function, kernel.arg_names).run(*args, grid=grid, warmup=False, **constants)
