@@ -467,7 +467,12 @@ def prose_of(cells: list[Any]) -> str:
 
 
 # Chapters in which a word of the glossary means another thing.
-OTHERWISE = {"launches": {"lock"}, "several_gpus": {"rank"}, "sparse_training": {"race", "rank"}}
+OTHERWISE = {
+    "launches": {"lock"},
+    "several_gpus": {"rank"},
+    "sparse_training": {"race", "rank"},
+    **dict.fromkeys(("layer_norm", "nf4", "nf4_products", "sparse_linear"), {"layout"}),  # of a tensor in memory
+}
 
 
 def unlinked_terms(prose: str, terms: list[str]) -> list[str]:
