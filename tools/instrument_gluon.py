@@ -47,25 +47,32 @@ def page() -> Any:
     return module_of(source_of_page(), "gluon_page")
 
 
-def _cells(stages: int, codes: dict[str, dict[int, str]], words: dict[str, dict[int, str]]) -> list[list[Any]]:
-    """All cells of all panels, as they stand."""
-    return [
-        [
-            name,
-            0,
-            "".join(codes[name].get(s, ".") for s in range(count)),
-            [words[name].get(s, "") for s in range(count)],
-        ]
+def _changes(
+    stages: int, before: list[Any], codes: dict[str, dict[int, str]], words: dict[str, dict[int, str]]
+) -> list[Any]:
+    """Cells that differ from those of ``before``, which is brought up to date."""
+    now = [
+        [name, s, codes[name].get(s, "."), [words[name].get(s, "")]]
         for name, count in (("tiles", stages), ("full", stages), ("empty", stages), ("warps", 3))
+        for s in range(count)
     ]
+    changed = [cell for cell in now if cell not in before]
+    before[:] = now
+    return changed
 
 
 def _frames(events: list[Event], stages: int, most: int) -> list[dict[str, Any]]:
     """What the events do to buffers, barriers and warps."""
     codes: dict[str, dict[int, str]] = {"tiles": {}, "full": {}, "empty": {}, "warps": dict.fromkeys(range(3), "g")}
-    words: dict[str, dict[int, str]] = {"tiles": {}, "warps": {0: "upper", 1: "lower", 2: "copies"}}
+    words: dict[str, dict[int, str]] = {"tiles": {}, "warps": {0: "C0", 1: "C1", 2: "P"}}
     words |= {name: dict.fromkeys(range(stages), "0") for name in ("full", "empty")}
-    frames = [{"set": _cells(stages, codes, words), "note": "All buffers are empty, and every barrier is in phase 0."}]
+    shown: list[Any] = []
+    frames = [
+        {
+            "set": _changes(stages, shown, codes, words),
+            "note": "All buffers are empty, and every barrier is in phase 0.",
+        }
+    ]
     landed: dict[int, int] = {}
     for event in events:
         slot = int(event.what.split("[")[1][:-1]) if "[" in event.what else 0
@@ -90,12 +97,12 @@ def _frames(events: list[Event], stages: int, most: int) -> list[dict[str, Any]]
         half = event.kind == "copy" and barrier == "b_smem" or event.kind == "land" and landed[slot] < 2
         if half or event.kind == "expect":
             continue
-        frames.append({"set": _cells(stages, codes, words), "note": _note(event)})
+        frames.append({"set": _changes(stages, shown, codes, words), "note": _note(event)})
     return frames[:most]
 
 
 def _note(event: Event) -> str:
-    who = {0: "The upper consumer", 1: "The lower consumer", 2: "The producer"}.get(event.partition, "")
+    who = {0: "Consumer C0", 1: "Consumer C1", 2: "The producer"}.get(event.partition, "")
     said = {
         "copy": f"{who} starts the copies to buffer {event.what[-2]}.",
         "land": f"The tiles of buffer {event.what[-2]} have arrived.",
@@ -150,7 +157,7 @@ def gluon() -> dict[str, Any]:
             {"name": "tiles", "label": "buffers", "rows": 1, "columns": 3},
             {"name": "full", "label": "full: the phase it is in", "rows": 1, "columns": 3},
             {"name": "empty", "label": "empty: the phase it is in", "rows": 1, "columns": 3},
-            {"name": "warps", "label": "consumers and producer", "rows": 1, "columns": 3},
+            {"name": "warps", "label": "consumers C0, C1 and producer P", "rows": 1, "columns": 3},
         ],
         "legend": {
             "a": "a copy is under way",

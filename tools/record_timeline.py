@@ -77,7 +77,9 @@ def spans(clocks: torch.Tensor, steps: range) -> pd.DataFrame:
 
 
 def main(arguments: list[str]) -> int:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(arguments)
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(
+        arguments
+    )
     page = stamped()
     a, b = (torch.randn(SIZE, SIZE, device=runtime.DEVICE, dtype=torch.float16) for _ in range(2))
     programs = runtime.properties().num_sms
