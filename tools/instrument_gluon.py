@@ -94,7 +94,7 @@ def _frames(events: list[Event], stages: int, most: int) -> list[dict[str, Any]]
             codes["warps"][event.partition] = "x"
         elif event.kind == "pass":
             codes["warps"][event.partition] = "g"
-        half = event.kind == "copy" and barrier == "b_smem" or event.kind == "land" and landed[slot] < 2
+        half = (event.kind == "copy" and barrier == "b_smem") or (event.kind == "land" and landed[slot] < 2)
         if half or event.kind == "expect":
             continue
         frames.append({"set": _changes(stages, shown, codes, words), "note": _note(event)})

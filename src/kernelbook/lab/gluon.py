@@ -599,7 +599,7 @@ def interpreted(
         seed: which of the orders that the machine allows; see the module.
         assembly: ``assembly(asm, args, dtype)`` -> what inline assembly gives.
         any_tile: let wgmma multiply tiles of any shape, so that tests may have small ones.
-        bounded: of a kernel's name, its arguments that are known to be small: see :mod:`kernelbook.lab.watched_memory`.
+        bounded: of a kernel's name, its arguments that are known to be small: see ``kernelbook.lab.watched_memory``.
 
     Raises:
         RuntimeError: kernels are compiled in this process.

@@ -166,7 +166,7 @@ def drawing(
     rows: str = "row",
     columns: str = "column",
 ) -> str:
-    """A tile as a table of coloured cells, in SVG that follows the page's colours.
+    """A tile as a table of coloured cells, in SVG that follows the page's colours and scrolls on a phone.
 
     Args:
         numbers: (rows, columns) integers: cells of one number have one colour.
@@ -196,7 +196,10 @@ def drawing(
             parts.append(f'<text x="{x + width / 2}" y="{y + h - 5}" text-anchor="middle">{words[i][j]}</text>')
             j = end
     size = (left + wide * w + 2, top + high * h + 2)
-    style = f"max-width:{size[0]}px;width:100%;height:auto;font-size:11px;fill:currentColor"
-    return (
+    style = (
+        f"min-width:{min(size[0], 480)}px;max-width:{size[0]}px;width:100%;height:auto;font-size:11px;fill:currentColor"
+    )
+    svg = (
         f'<svg viewBox="0 0 {size[0]} {size[1]}" role="img" aria-label="{title}" style="{style}">{"".join(parts)}</svg>'
     )
+    return f'<div style="overflow-x:auto" tabindex="0" role="group" aria-label="a drawing">{svg}</div>'
