@@ -87,8 +87,8 @@ def shared(hidden, slots, dtype, gates_dtype):
     x, gates = torch.empty(64, hidden, dtype=dtype), torch.empty(64, slots, dtype=gates_dtype)
     ids, addresses = torch.zeros(64, slots, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
     view = lambda window, at, shape, dtype: torch.empty(shape, dtype=dtype)
-    space = SimpleNamespace(rank=2, ranks=4, addresses=(addresses, addresses), ensure=lambda size: None, view=view, most=int)
-    way = windows._Way(space, ids, 128, 32)
+    space = SimpleNamespace(rank=2, ranks=4, addresses=(addresses, addresses), ensure=lambda size: None, view=view, max_tokens_over_ranks=int)
+    way = windows._WindowDispatchPlan(space, ids, 128, 32)
     layout = way.layout(x, gates)
     way.places, _ = exchange._place(ids, 128, 32, 4, None, addresses, 2, layout.capacity)
     windows._put(way, layout, x, gates)
@@ -224,7 +224,7 @@ for block_size in (32, 64, 4096):
 """,
     "scatter_ffn": """
 import torch, kernelbook as kb
-from kernelbook.lab.bench.scatter_ffn import fused_ffn
+from kernelbook.study import scatter_ffn_with_atomics
 def network(m, dtype, gated, requires_grad=False):
     shapes = ((m, 4096), *(((6000, 4096),) * (3 if gated else 2)))
     return (torch.empty(s, dtype=dtype, requires_grad=requires_grad) for s in shapes)
@@ -245,7 +245,7 @@ for dtype in (torch.float32, torch.float64):
 x, w_up, _ = network(1, torch.float16, False)
 kb.gather_matmul(x[:, 1:4000], w_up[:, 1:4000], torch.arange(30))  # rows that are not aligned
 for block_l in (16, 128):
-    fused_ffn(*network(16, torch.bfloat16, False), torch.arange(30), block_l=block_l)
+    scatter_ffn_with_atomics(*network(16, torch.bfloat16, False), torch.arange(30), block_l=block_l)
 """,
     "nn": """
 import torch, kernelbook
@@ -520,7 +520,7 @@ SPILLS_ALLOWED = {
                 "_flash_attention_bwd_dq_kernel",
                 "_layer_norm_bwd_partials_kernel",
                 "_moe_lora_fwd_rows_kernel",
-                "_moe_lora_bwd_factors_kernel",
+                "_moe_lora_bwd_wgrad_kernel",
                 "_nf4_matmul_fwd_kernel",
                 "_scatter_ffn_fwd_down_tiles_kernel",
                 "_sparse_linear_bwd_tiles_kernel",
@@ -568,12 +568,12 @@ SPILLS_ALLOWED = {
     **dict.fromkeys(
         (
             ("_flash_attention_bwd_dq_kernel", "sm_120"),
-            ("_moe_lora_bwd_factors_kernel", "sm_86"),
-            ("_moe_lora_bwd_factors_kernel", "sm_89"),
-            ("_moe_lora_bwd_factors_kernel", "sm_120"),
+            ("_moe_lora_bwd_wgrad_kernel", "sm_86"),
+            ("_moe_lora_bwd_wgrad_kernel", "sm_89"),
+            ("_moe_lora_bwd_wgrad_kernel", "sm_120"),
             ("_moe_lora_bwd_recompute_kernel", "sm_120"),
             ("_moe_lora_bwd_recompute_kernel", "sm_121"),
-            ("_moe_lora_bwd_factors_kernel", "sm_121"),
+            ("_moe_lora_bwd_wgrad_kernel", "sm_121"),
             ("_flash_attention_bwd_dq_kernel", "sm_121"),
             ("_route_fwd_place_kernel", "sm_121"),
             ("_scatter_ffn_fwd_down_tiles_kernel", "sm_121"),
@@ -610,7 +610,7 @@ def _kernels(room: str, target: str) -> set[str]:
     if room == "moe_lora" and target == "sm_90":  # experts in 4 bits
         paths += (SRC / "packed").glob("kernels_*.py")
     if room == "nn":
-        paths.append(SRC / "linear.py")
+        paths.append(SRC / "linear" / "kernels.py")
     left_out = set() if target == "sm_90" else AFTER_HOPPER
     return _kernels_in(paths) - left_out - (set() if runtime.TARGETS[target].has_tensor_cores else BY_CUBLAS)
 
@@ -646,7 +646,7 @@ def compiled(
 
 def test_every_room_is_compiled() -> None:
     # What is in `packed` is called by kernels of rooms.
-    with_kernels = {path.parent.name for path in SRC.glob("*/kernels.py")} - {"packed"}
+    with_kernels = {path.parent.name for path in SRC.glob("*/kernels.py")} - {"packed", "linear"}
     assert set(CALLS) == with_kernels >= set(ROOMS)
 
 
@@ -669,7 +669,7 @@ def test_kernels_compile_without_spilling(rooms: tuple[str, ...], targets: tuple
         of_target = [kernel for kernel in found[room] if kernel.target == target]
         # Those of `packed` are moe_lora's, nf4 calls one of them too; and the linear layer's is nn's.
         shared = _kernels_in(
-            [*(SRC / "packed").glob("kernels_*.py"), *(SRC / "study").glob("*.py"), SRC / "linear.py"]
+            [*(SRC / "packed").glob("kernels_*.py"), *(SRC / "study").glob("*.py"), SRC / "linear" / "kernels.py"]
         ) - _kernels(room, target)
         assert {kernel.name for kernel in of_target} - shared == _kernels(room, target)
         limit = runtime.TARGETS[target].shared_memory_per_program
