@@ -471,7 +471,11 @@ OTHERWISE = {
     "launches": {"lock"},
     "several_gpus": {"rank"},
     "sparse_training": {"race", "rank"},
-    **dict.fromkeys(("layer_norm", "nf4", "nf4_products", "sparse_linear"), {"layout"}),  # of a tensor in memory
+    # Of a tensor in memory.
+    "layer_norm": {"layout"},
+    "nf4": {"layout"},
+    "nf4_products": {"layout"},
+    "sparse_linear": {"layout"},
 }
 
 
