@@ -125,6 +125,8 @@ DATED: dict[str, Sources] = {
     "choosing_tiles": Sources(("sparse_linear",)),
     "choosing_tiles_compiled": Sources(("sparse_linear", "moe_lora")),
     "first_kernel": Sources(page="first_kernel"),
+    "gluon_steps": Sources(page="gluon"),
+    "gluon_timeline": Sources(page="gluon"),
     "host": Sources(_HOST),
     "first_kernel_steps": Sources(page="first_kernel"),
     "launches": Sources(("layer_norm", "launch.py", "operators.py")),
