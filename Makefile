@@ -66,6 +66,8 @@ compiled: $(ENVIRONMENT)
 # Do the tests notice a broken kernel? A sample of faults in each room, hours of them: make evidence ROOM=nf4 FAULTS=40
 evidence: $(ENVIRONMENT)
 	$(PY) tools/evidence/faults.py $(if $(ROOM),--rooms $(ROOM)) $(if $(FAULTS),--faults $(FAULTS))
+	$(PY) tools/evidence/error_rule.py
+	$(PY) tools/evidence/fused_attention.py
 
 # The same for the host's code, where Cosmic Ray is installed.
 evidence-host: $(ENVIRONMENT)

@@ -1,5 +1,5 @@
 """What is measured of ``attention``: forward, backward and a few queries beside PyTorch's own attention, FlexAttention and,
-where they are installed, FlashAttention-4 and FlashInfer, pages beside contiguous keys, and the errors."""
+where they are installed, FlashAttention-4 and FlashInfer, packed sequences, pages beside contiguous keys, and the errors."""
 
 from __future__ import annotations
 
@@ -63,6 +63,9 @@ WITH_HEADS = (
 
 # A sliding window beside all keys: B, H, H_kv, N, D; and windows, 0 for none.
 WINDOWED, WINDOWS = (2, 16, 16, 8192, 128), (0, 4096, 1024, 256)
+
+# Sequences packed one after another, causal: H, D; and their lengths.
+PACKED, PACKED_LENGTHS = (16, 128), (3000, 1, 2047, 700, 1400, 644, 300, 100)
 
 LARGEST_MATH = 2**30  # scores that the formulas one by one are measured with: more take seconds and tens of GB
 CHECKED_WHOLE = 4096  # of longer sequences the first key head is checked: float64 takes its time too
@@ -368,6 +371,81 @@ def _window_problem(mode: str, window: int | None, dtype: torch.dtype) -> timing
     return timing.Problem(calls, truth, baseline, factor, first)
 
 
+def _packed_case(mode: str) -> timing.Case:
+    """Several sequences in one row of a batch: what is counted is what is seen."""
+    (h, d), n, dtype = PACKED, sum(PACKED_LENGTHS), torch.bfloat16
+    seen = sum(length * (length + 1) // 2 for length in PACKED_LENGTHS)
+    tensors, products = (2, 2) if mode == "forward" else (4, 5)
+    sizes = {"B": 1, "H": h, "H_kv": h, "N": n, "S": n, "D": d, "causal": "yes"}
+    return timing.Case(
+        op="flash_attention",
+        mode=mode,
+        dtype=dtype,
+        shape=sizes | {"sequences": len(PACKED_LENGTHS)},
+        x_name="N",
+        x=n,
+        gbytes=(2 * tensors * n * d * h * dtype.itemsize + 4 * h * n) / 1e9,
+        gflop=2 * products * h * seen * d / 1e9,
+        build=lambda: _packed_problem(mode, dtype),
+    )
+
+
+def _packed_attentions(ends: torch.Tensor, mask: torch.Tensor) -> dict[str, Attention]:
+    """By provider: PyTorch's with the mask of (N, N), FlexAttention with one of blocks, FlashAttention-4's for this."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    torch._dynamo.reset()
+    torch._functorch.config.donated_buffer = False  # see _flex
+    n, compiled = mask.shape[0], torch.compile(flex_attention, dynamic=False)
+    blocks = create_block_mask(lambda b, h, i, j: mask[i, j], None, None, n, n, device=str(runtime.DEVICE))
+    found: dict[str, Attention] = {
+        "kernelbook": functools.partial(op.flash_attention, causal=True, cu_seqlens=ends),
+        "sdpa_mask": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, mask),
+        "flex": lambda q, k, v: compiled(q, k, v, block_mask=blocks),
+    }
+    if baselines.version("flash-attn-4"):
+        from flash_attn.cute import flash_attn_varlen_func
+
+        def varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            rows = (t[0].transpose(0, 1) for t in (q, k, v))
+            o, _ = flash_attn_varlen_func(*rows, cu_seqlens_q=ends, cu_seqlens_k=ends, causal=True)
+            return o.transpose(0, 1)[None]
+
+        found["flash_attention_4"] = varlen
+    return found
+
+
+def _packed_problem(mode: str, dtype: torch.dtype) -> timing.Problem:
+    (h, d), n = PACKED, sum(PACKED_LENGTHS)
+    *leaves, do = _inputs(1, h, h, n, n, d, dtype)
+    few = [t[:, :1].detach() for t in leaves]  # what is checked: the first head
+    lengths = torch.tensor(PACKED_LENGTHS, dtype=torch.int32, device=do.device)
+    ends = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    of = torch.repeat_interleave(lengths)
+    mask = torch.ones(n, n, dtype=torch.bool, device=do.device).tril() & (of[:, None] == of)
+
+    def call(attention: Attention) -> Callable[[], Tensors]:
+        if mode == "forward":
+            return lambda: [attention(*leaves).detach()]
+        o = attention(*leaves)
+        return lambda: torch.autograd.grad(o, leaves, do, retain_graph=True)
+
+    def of_first_head(attention: Attention, dtype: torch.dtype) -> Tensors:
+        own = [t.to(dtype).requires_grad_() for t in few]
+        o = attention(*own)
+        return [o.detach()] if mode == "forward" else torch.autograd.grad(o, own, do[:, :1].to(dtype))
+
+    calls = {name: call(attention) for name, attention in _packed_attentions(ends, mask).items()}
+    reference = functools.partial(flash_attention_reference, causal=True, cu_seqlens=ends)
+    return timing.Problem(
+        calls,
+        lambda: of_first_head(reference, torch.float64),
+        lambda: of_first_head(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, mask), dtype),
+        check.FORWARD_FACTOR if mode == "forward" else check.GRADIENT_FACTOR,
+        dict.fromkeys(calls, lambda out: [t[:, :1] for t in out]),
+    )
+
+
 def _in_pages(x: torch.Tensor, order: torch.Tensor, page: int) -> torch.Tensor:
     """(B, H_kv, S, D) -> (B S / page, H_kv, page, D), in a random order: page ``order[i]`` holds part ``i``."""
     parts = x.unflatten(2, (x.shape[2] // page, page)).transpose(1, 2).flatten(0, 1)
@@ -426,7 +504,7 @@ kb.flash_attention(q, k, v, causal=True).sum().backward()
 
 def cases() -> Iterator[timing.Case]:
     """The named shapes, and sequences from 1,024 to 32,768 at two head sizes, causal or not, forward and backward; a small
-    shape; few queries to contiguous keys and to pages; sliding windows."""
+    shape; few queries to contiguous keys and to pages; sliding windows; packed sequences."""
     shapes = dict.fromkeys(SHAPES)
     for d in (64, 128):
         for causal in (True, False):
@@ -450,6 +528,8 @@ def cases() -> Iterator[timing.Case]:
     for window in WINDOWS:
         for mode in ("forward", "backward"):
             yield _window_case(mode, window)
+    for mode in ("forward", "backward"):
+        yield _packed_case(mode)
     yield _first_call()
 
 
@@ -527,7 +607,7 @@ def host_calls() -> dict[str, Callable[[], object]]:
 BENCH = Bench(
     name="attention",
     keys={"attention_errors": ERROR_KEY},
-    baselines=dict.fromkeys(("sdpa_flash", "sdpa_cudnn", "sdpa_math", "flex"), "torch")
+    baselines=dict.fromkeys(("sdpa_flash", "sdpa_cudnn", "sdpa_math", "sdpa_mask", "flex"), "torch")
     | dict.fromkeys(("flash_attention_4", "flash_attention_4:one_order"), "flash-attn-4")
     | {"flashinfer": "flashinfer-python"},
     cases=cases,

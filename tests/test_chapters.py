@@ -318,7 +318,16 @@ def prose_of(cells: list[Any]) -> str:
 
 
 # Chapters in which a word of the glossary means another thing.
-OTHERWISE = {"launches": {"lock"}, "several_gpus": {"rank"}, "sparse_training": {"race", "rank"}}
+OTHERWISE = {
+    "launches": {"lock"},
+    "several_gpus": {"rank"},
+    "sparse_training": {"race", "rank"},
+    # Of a tensor in memory.
+    "layer_norm": {"layout"},
+    "nf4": {"layout"},
+    "nf4_products": {"layout"},
+    "sparse_linear": {"layout"},
+}
 
 
 def unlinked_terms(prose: str, terms: list[str]) -> list[str]:

@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
+import instrument_gluon
 import numpy as np
 import torch
 
@@ -1302,7 +1303,7 @@ RECORDINGS: dict[str, Callable[[], Recording]] = {
     name: function
     for name, function in list(globals().items())
     if getattr(function, "__annotations__", {}).get("return") is Recording
-}
+} | {"gluon": instrument_gluon.gluon}
 
 
 def written(recording: Recording) -> str:

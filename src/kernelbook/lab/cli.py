@@ -22,23 +22,28 @@ NEEDS = {"profile": ("tabulate",)}
 # --- judge ----------------------------------------------------------------------------------------------------------
 
 
-def judge(file: Path | None, task: str | None, hints: int, seed: int | None) -> int:
-    """Judges a file, or lists the tasks; 0 if it is right, 1 if not, 2 if there is nothing to judge."""
+def judge(file: Path | None, name: str | None, hints: int, seed: int | None) -> int:
+    """Judges a file, shows a task, or lists the tasks; 0 if it is right, 1 if not, 2 if there is nothing to judge."""
     from kernelbook.lab import judge as judging
 
-    if file is None and task is None:
-        for one in judging.TASKS.values():
-            print(f"{one.name:18} {one.says}")
-        return 0
     try:
-        if file is None or task is None:
-            raise ValueError(f"judge: a file and --task must come together, got {file or f'--task {task}'} alone")
-        found = judging.judge(file, task, hints=hints, seed=seed)
+        if name is not None:
+            task = judging.find_task(name)
+            if file is None:
+                print(task.says, *([task.picture] if task.picture else []), sep="\n\n")
+                return 0
+            found = judging.judge(file, task, hints=hints, seed=seed)
+            print(found)
+            return 0 if found.right else 1
+        if file is not None:
+            how = f"name the task of {file}: judge {file} --task NAME; `python -m kernelbook judge` lists the tasks"
+            raise ValueError(f"judge: {how if file.exists() else f'{file} cannot be read: No such file or directory'}")
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    print(found)
-    return 0 if found.right else 1
+    for one in judging.TASKS.values():
+        print(f"{one.name:18} {one.says}")
+    return 0
 
 
 # --- the command line -----------------------------------------------------------------------------------------------
@@ -54,7 +59,9 @@ def parser() -> argparse.ArgumentParser:
         "judge", help="judge a kernel of yours: is it right, and on a GPU how fast; without a file, list the tasks"
     )
     judged.add_argument("file", nargs="?", type=Path, help="a file with a function of the task's name")
-    judged.add_argument("--task", help="what it has to do; my_tasks.py:name for a Task of your own")
+    judged.add_argument(
+        "--task", help="what it has to do, shown where there is no file; my_tasks.py:name for a Task of your own"
+    )
     judged.add_argument("--hint", action="count", default=0, help="a hint if it is not right; again: one more")
     judged.add_argument("--seed", type=int, help="of sizes and numbers (default: new ones each time)")
     training.add_arguments(commands.add_parser("train", help="train a small GPT with a sparse backward pass"))
