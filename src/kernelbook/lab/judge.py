@@ -3,11 +3,11 @@
 A solution is a function with kernels of its own. The judge
 
 1. calls it in another process with limits (:mod:`kernelbook.lab.judge_worker`): every size and every scale in every dtype, one row,
-   primes, more than a tile, nothing at all, strides, NaN between and around the elements, offsets beyond 32 bits, new numbers in
-   the same memory, and gradients where the task has them, also by a ``dy`` that is expanded or transposed;
+   primes, more than a tile, nothing at all, strides, NaN between and around the elements, new numbers in the same memory, and gradients where the task has them, also by a ``dy`` that is expanded or transposed;
 2. compares what comes back by the rule of :mod:`kernelbook.check`, in this process, with a reference that the other one has not;
 3. compiles what was launched for GPUs that need not be there;
-4. where there is a GPU, does the first two on it with kernels compiled, and takes the time.
+4. where there is a GPU, goes on to it with kernels compiled: the largest size in every dtype, strides and repeated calls; and takes
+   the time.
 
 The first case that fails is the smallest of its kind, since cases go from small to large. Then one thing of the case after the
 other is undone: what makes it right is what is wrong, and the hint is about that. The judge is for people who judge themselves:
@@ -172,6 +172,7 @@ class _Solution:
     def __init__(self, server: _Server, text: str, function: str, task: Task, folder: Path, seed: int) -> None:
         self.folder, self.task, self.pid = folder, task, 0
         self.rules: dict[str, Any] = {"grads": list(task.grads), "also": list(task.also), "copies": task.copies}
+        self.rules["strided"] = task.strided
         file = folder / "solution.py"
         file.write_text(text, encoding="utf-8")
         self.channel, other = multiprocessing.Pipe()
@@ -254,20 +255,11 @@ def _elements(sizes: Mapping[str, int]) -> int:
 
 
 def _drawn(task: Task, rng: random.Random) -> dict[str, int]:
-    """Sizes between the task's own."""
-    sizes = {}
-    for name in task.sizes[0]:
-        choices = [s[name] for s in task.sizes]
-        if name in task.powers:
-            sizes[name] = rng.choice(choices)
-            continue
-        step, low, high = task.multiple.get(name, 1), min(choices), max(choices)
-        sizes[name] = max(step, round(math.exp(rng.uniform(math.log(low), math.log(high))) / step) * step)
-    budget = 2 * max(map(_elements, task.sizes))
-    for name in sorted(sizes, key=lambda n: -sizes[n]):
+    """Sizes up to some of the task's own."""
+    sizes = dict(rng.choice(task.sizes))
+    for name in [name for name in sizes if name not in task.powers]:
         step = task.multiple.get(name, 1)
-        if _elements(sizes) > budget and name not in task.powers:
-            sizes[name] = max(step, sizes[name] * budget // _elements(sizes) // step * step)
+        sizes[name] = max(step, rng.randint((sizes[name] + 1) // 2, sizes[name]) // step * step)
     return sizes
 
 
@@ -284,6 +276,12 @@ def _cases(task: Task, rng: random.Random) -> list[_Case]:
         cases += [_Case({**middle, task.empty: 0}, dtype)] if task.empty else []
         cases += [_Case(middle, dtype, calls=3)]
     return sorted(cases, key=lambda case: case.order)
+
+
+def _shown_by_a_gpu(task: Task, case: _Case) -> bool:
+    """Whether a case is also for a GPU, where most of the time goes into compiling: the largest size, what lies as it likes, and calls."""
+    largest = max(map(_elements, task.sizes))
+    return case.calls > 1 or "mixed" in (case.layout, case.dy) or _elements(case.sizes) == largest
 
 
 def _list(found: Any) -> list[torch.Tensor]:
@@ -389,30 +387,6 @@ def _why(solution: _Solution, case: _Case, seed: int) -> str:
     return ""
 
 
-def _far_apart(solution: _Solution, seed: int) -> None:
-    """Raises :class:`_WrongError` if elements that lie 2**31 apart are not read where they are: by offsets that 32 bits cannot count."""
-    task = dataclasses.replace(solution.task, grads=())
-    sizes = sorted(task.sizes, key=lambda sizes: (sum(size > 2 for size in sizes.values()) < 2, _elements(sizes)))[0]
-    asked = _Asked(task, _Case(sizes, min(task.dtypes, key=lambda dtype: dtype.itemsize)), seed)
-    matrices = {
-        name: x
-        for name, x in asked.series[0].items()
-        if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dim() > 1
-    }
-    for name, dim in [(name, dim) for name, x in matrices.items() for dim in {0, x.dim() - 1} if x.shape[dim] > 2]:
-        try:
-            outputs = solution.ask({"do": "far", "inputs": asked.series[0], "name": name, "dim": dim})["outputs"]
-            found = asked.found(0, {"outputs": outputs, "grads": []}) if outputs is not None else []
-            told = next((str(one) for one in found if one.verdict.error > 10 * one.verdict.limit), "")
-        except _WrongError as error:
-            told = str(error)
-        if told:
-            lie = f"{'columns' if dim else 'rows'} of {name} lie so far apart that 32 bits do not count the offsets"
-            raise _WrongError(
-                f"where {lie}, {told}. Convert with .to(tl.int64) before a stride is multiplied", "overflow"
-            )
-
-
 def _compiles(solution: _Solution, rng: random.Random) -> None:
     """Asks for the compiler's word on every size, and on a strided case in every dtype; its answer comes later."""
     task = solution.task
@@ -428,15 +402,17 @@ def _timed(solution: _Solution, seed: int) -> str:
     case = _Case(task.real, dtype)
     asked = _Asked(task, case, seed)
     answer = solution.ask({"do": "time", "inputs": asked.series[0], "rep_ms": 100.0})
-    for one in asked.found(0, {"outputs": answer["outputs"], "grads": []}):
+    inputs = {n: x.to(runtime.DEVICE) if isinstance(x, torch.Tensor) else x for n, x in asked.series[0].items()}
+    outputs = [x.to(runtime.DEVICE) for x in answer["outputs"]]
+    asked.series[0] = inputs  # where the reference does not take seconds
+    for one in asked.found(0, {"outputs": outputs, "grads": []}):
         if not one.verdict.passed:
             raise _WrongError(f"for {case}: {one}")
     ceilings = timing.measure_ceilings(quick=True)
-    tensors = [value for value in (*asked.series[0].values(), *answer["outputs"]) if isinstance(value, torch.Tensor)]
-    moved = task.moved(task.real, dtype.itemsize) if task.moved else sum(t.numel() * t.element_size() for t in tensors)
+    tensors = [value for value in (*inputs.values(), *outputs) if isinstance(value, torch.Tensor)]
+    moved = task.moved(task.real, dtype.itemsize) if task.moved else sum(tensor.nbytes for tensor in tensors)
     tflops = ceilings.tf32_tflops if dtype is torch.float32 else ceilings.bf16_tflops
     bound = max(moved / ceilings.copy_gbs / 1e6, task.flops(task.real) / tflops / 1e9 if task.flops else 0.0)
-    inputs = {n: x.to(runtime.DEVICE) if isinstance(x, torch.Tensor) else x for n, x in asked.series[0].items()}
     peer = timing.measure(lambda: (task.peer or task.reference)(**inputs))
     share = f"{bound / answer['ms']:.0%} of the bound; PyTorch {peer.ms:.4g} ms"
     return f"{answer['ms']:.4g} ms for {case} on {runtime.properties().name}: {share}"
@@ -463,20 +439,13 @@ def find_task(name: str) -> Task:
     return known[own]
 
 
-def _hints(task: Task, kind: str, many: int) -> tuple[str, ...]:
-    """First of what went wrong, then how the task is done."""
-    if kind == "load":
-        return ()
-    return tuple(hint for hint in (task.hints.get(kind) or HINTS.get(kind), task.how) if hint)[:many]
-
-
 def judge(
     solution: Any,
     task: str | Task,
     *,
     hints: int = 0,
     seed: int | None = None,
-    gpu: bool | None = None,
+    gpu: bool = True,
     speed: bool = True,
 ) -> Judgement:
     """Judges a solution.
@@ -486,16 +455,14 @@ def judge(
         task: a name of :data:`TASKS`, or a :class:`Task`.
         hints: how many hints to give, where the solution is not right: one of what went wrong, then how the task is done.
         seed: of sizes and numbers; default: a new one each time.
-        gpu: whether to go on to the GPU; default: if there is one.
+        gpu: whether to go on to the GPU, where there is one.
         speed: whether to take the time, on a GPU.
 
     Raises:
         ValueError: there is no such task or file, or the function cannot be made a file.
     """
     task = find_task(task) if isinstance(task, str) else task
-    gpu = runtime.DEVICE.type == "cuda" if gpu is None else gpu
-    if gpu and runtime.DEVICE.type != "cuda":
-        raise ValueError("judge: gpu=True needs a GPU on which kernels are compiled, and there is none")
+    gpu = gpu and runtime.DEVICE.type == "cuda"
     if isinstance(solution, (str, Path)):
         try:
             text, function = Path(solution).read_text(encoding="utf-8"), task.name
@@ -518,12 +485,12 @@ def judge(
                     compiling.answer()
                     _compiles(compiling, random.Random(file[-1]))
                 for case in _cases(task, rng):
+                    if how == "gpu" and not _shown_by_a_gpu(task, case):
+                        continue
                     drawn = rng.getrandbits(32)
                     _run_case(running, case, drawn)
                     passed += 1
                 case = None
-                if task.strided:
-                    _far_apart(running, rng.getrandbits(32))
                 if how == "gpu" and speed:
                     speed_ = _timed(running, rng.getrandbits(32))
             if compiling is not None:
@@ -539,5 +506,7 @@ def judge(
                     kind, told = why, f"{told}; {_UNDONE[why]}"
             told = f"for {case}: {told}" if case is not None and kind not in NOT_JUDGED else told
             told = told if told.endswith((".", "?")) else f"{told}."
-            return Judgement(task.name, told, passed, kind, "", "", _hints(task, kind, hints), printed)
+            of_kind = task.hints.get(kind) or HINTS.get(kind, "")
+            shown = [hint for hint in (of_kind, task.how) if hint and kind != "load"][:hints]
+            return Judgement(task.name, told, passed, kind, hints=tuple(shown), printed=printed)
     return Judgement(task.name, "", passed, "", compiled, speed_)

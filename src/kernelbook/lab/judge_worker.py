@@ -14,7 +14,6 @@ without ``serve`` it takes one and keeps to this process, which a GPU needs.
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib.util
 import os
 import pickle
@@ -26,7 +25,6 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -255,26 +253,6 @@ class _Session:
         _plain(grads, [], "a gradient")
         return outputs, grads
 
-    def far(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Calls the function with one input so strided that an offset by ``dim`` does not fit 32 bits, if there is room for that."""
-        gc.collect()  # the addresses of the call before
-        inputs = {name: _on_device(value) for name, value in request["inputs"].items()}
-        value, dim = inputs[request["name"]], request["dim"]
-        strides, step = [0] * value.dim(), 1
-        for i in [d for d in reversed(range(value.dim())) if d != dim]:
-            strides[i], step = step, step * value.shape[i]
-        strides[dim] = max(2**31 // (value.shape[dim] - 1) + 1, step)
-        count = strides[dim] * (value.shape[dim] - 1) + step
-        if runtime.DEVICE.type == "cuda":
-            if runtime.free_bytes() < count * value.element_size() * 5 // 4:
-                return {"outputs": None}
-            memory = torch.empty(count, dtype=value.dtype, device=value.device)
-        else:  # addresses, of which a page exists where it is touched
-            pages = mmap(-1, count * value.element_size(), flags=MAP_PRIVATE | MAP_ANONYMOUS | 0x4000)
-            memory = torch.frombuffer(pages, dtype=value.dtype)
-        inputs[request["name"]] = memory.as_strided(value.shape, strides).copy_(value)
-        return _answer(*self._called(inputs, request, ()))
-
     def compile(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Compiles what the function launches for each of ``request["cases"]``; raises what the compiler says."""
         launches: dict[Any, None] = {}
@@ -373,7 +351,7 @@ def _session(channel: Connection) -> None:
         if runtime.INTERPRET:
             from kernelbook.lab.watched_memory import watched
 
-            stack.enter_context(watched())
+            stack.enter_context(watched(tiles_too=request["strided"]))
             interpreted_types.compute()
         if runtime.DEVICE.type == "cpu":
             stack.enter_context(mock.patch.object(Autotuner, "do_bench", _any_configuration))
@@ -382,7 +360,7 @@ def _session(channel: Connection) -> None:
             os.ftruncate(1, 0)  # what earlier cases printed says nothing of this one
             os.lseek(1, 0, os.SEEK_SET)
             try:
-                answer = getattr(session, request["do"])(request)  # load, call, far, compile or time
+                answer = getattr(session, request["do"])(request)  # load, call, compile or time
             except BaseException as error:  # SystemExit too: a solution that ends the process is none
                 refused = session.refusal(error)
                 answer = {"refused": str(refused), "kind": refused.kind}

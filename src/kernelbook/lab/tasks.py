@@ -190,18 +190,10 @@ _UP_TO_4096 = _MATRICES[:-1]
 _LONGER_ROWS = _named("M N", (1, 2), *[(row["M"], row["N"]) for row in _MATRICES[1:]])
 # Sizes for a GPU, by their letters: tokens M and T, a model's width N and K, experts E, heads H of D numbers ...
 _REAL = {"M": 8192, "N": 4096, "K": 4096, "n": 2**26, "R": 65536, "T": 4096, "k": 4, "E": 128}
-_REAL |= {"H": 16, "D": 128, "L": 1434, "A": 26}
+_REAL |= {"H": 16, "D": 128, "L": 1434, "A": 26, "width": 512}
 # exp() of numbers around 300 is infinite in float32: without the largest number of its row a kernel is wrong.
 _EXPONENTIALS = (1.0, 20.0, 300.0)
 _HALVES = torch.float16, torch.bfloat16
-_COPY: dict[str, Any] = {"copies": True, "contiguous": True}
-
-
-def _add(says: str, reference: Any, inputs: Any, sizes: Sequence[Sizes] = _MATRICES, **more: Any) -> None:
-    """Adds the task whose name ``says`` begins with."""
-    fields = {"name": says.partition("(")[0], "says": says, "reference": reference, "inputs": inputs, "sizes": sizes}
-    real = {name: _REAL[name] for name in sizes[0] if name in _REAL} | more.pop("real", {})
-    TASKS[fields["name"]] = Task(**fields, **more, real=real)
 
 
 def _draw(**shapes: str) -> Callable[..., dict[str, Any]]:
@@ -215,6 +207,18 @@ def _draw(**shapes: str) -> Callable[..., dict[str, Any]]:
     return lambda draw, **sizes: {name: drawn(draw, shape, sizes) for name, shape in shapes.items()}
 
 
+_MATRIX = _draw(x="M N")
+
+
+def _add(says: str, reference: Any, inputs: Any = _MATRIX, sizes: Sequence[Sizes] = _MATRICES, **more: Any) -> None:
+    """Adds the task that ``says`` describes: what it begins with is the name, and where it says "contiguous" that is so."""
+    takes, _, gives = says.partition("->")
+    name, strided = says.partition("(")[0], "contiguous" not in takes
+    more["real"] = {size: _REAL[size] for size in sizes[0] if size in _REAL} | more.get("real", {})
+    told = {"strided": strided, "contiguous": "contiguous" in gives, "empty": next(iter(sizes[0])) if strided else None}
+    TASKS[name] = Task(name=name, says=says, reference=reference, inputs=inputs, sizes=sizes, **told | more)
+
+
 # --- the path of small ones ---------------------------------------------------------------------------------------------
 
 _add(
@@ -222,60 +226,44 @@ _add(
     lambda x: x.clone(),
     _draw(x="n"),
     _named("n", (1,), (97,), (1024,), (4099,)),
-    strided=False,
     empty="n",
     how="A program copies a block: offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), a load and a store with mask=offs < n.",
     picture="x        a b c d | e f g h | i\nprogram     0    |    1    | 2\nout      a b c d | e f g h | i",
-    **_COPY,
+    copies=True,
 )
 _add(
     "vector_add(x, y): their sum. x, y (n,) -> (n,)",
     lambda x, y: x + y,
     _draw(x="n", y="n"),
     _named("n", (1,), (97,), (1024,), (4099,)),
-    empty="n",
-    hints={
-        "stride": "x and y have strides of their own (x.stride(0)): an element's address is x_ptr + offs * stride, in 64 bits."
-    },
     how="Each program adds one block of elements: tl.program_id(0) * BLOCK + tl.arange(0, BLOCK).",
     picture="x    1 2 3 4 | 5\n     + + + +   +\ny    9 8 7 6 | 5\nout 10 ...    10",
 )
 _add(
-    "strided_copy(x): the same matrix, contiguous, from one of any strides. x (M, N) -> (M, N) contiguous",
+    "strided_copy(x): the same matrix from one of any strides. x (M, N) -> (M, N) contiguous",
     lambda x: x.contiguous(),
-    _draw(x="M N"),
-    empty="M",
     how="Load at x_ptr + row * x.stride(0) + column * x.stride(1), store at out_ptr + row * N + column.",
     picture="memory  a b . c d .  (stride 3, 1)\nout     a b c d      (stride 2, 1)",
-    **_COPY,
+    copies=True,
 )
 _add(
     "row_sum(x): the sum of each row. x (M, N) -> (M,)",
     lambda x: x.sum(-1),
-    _draw(x="M N"),
-    empty="M",
     how="One program a row; tl.sum of a tile in float32, or of several in a loop.",
     picture="1 2 3  ->  6\n4 5 6  -> 15",
 )
 _add(
     "softmax(x): of each row. x (M, N), rows of up to 4096 -> (M, N)",
     lambda x: torch.softmax(x, -1),
-    _draw(x="M N"),
-    _UP_TO_4096,
-    empty="M",
+    sizes=_UP_TO_4096,
     scales=_EXPONENTIALS,
-    hints={
-        "tail": "Beyond N a sum needs zeros after the exponential: load other=-inf.",
-        "scale": "Subtract the largest number of the row first: exp(89) is infinite in float32.",
-    },
     how="One program a row; BLOCK_N = triton.next_power_of_2(N) holds the row.",
     picture="0 1 2  ->  .09 .24 .67",
 )
 _add(
     "softmax_autograd(x): softmax of each row, with a gradient, as an autograd.Function. x (M, N), rows of up to 4096 -> (M, N)",
     lambda x: torch.softmax(x, -1),
-    _draw(x="M N"),
-    _UP_TO_4096[1:],
+    sizes=_UP_TO_4096[1:],
     grads=("x",),
     how="forward saves y; backward(ctx, dy) gives y * (dy - sum(dy * y)), the sum over the row: a kernel of the same shape.",
     picture=" x -- forward ->  y\ndx <- backward -- dy",
@@ -283,9 +271,7 @@ _add(
 _add(
     "row_argmax(x): the place of the largest number of each row, the first of equal ones. x (M, N), rows of up to 4096 -> (M,) int64",
     lambda x: x.argmax(-1),
-    _draw(x="M N"),
-    _UP_TO_4096,
-    empty="M",
+    sizes=_UP_TO_4096,
     hints={"tail": "A masked element may not win: load other=-inf."},
     how="tl.argmax(x, axis=0) takes the first of equal ones; what it gives is int32, the result is int64.",
     picture="3 9 9  ->  1\n7 2 5  ->  0",
@@ -293,12 +279,10 @@ _add(
 _add(
     "transposed_copy(x): the transposed matrix in memory of its own. x (M, N) -> (N, M) contiguous",
     lambda x: x.T.contiguous(),
-    _draw(x="M N"),
-    _named("M N", (1, 1), (1, 7), (16, 3), (7, 97), (33, 65)),
-    empty="M",
+    sizes=_named("M N", (1, 1), (1, 7), (16, 3), (7, 97), (33, 65)),
     how="A program loads a tile of x and stores it at the transposed place; tl.trans turns the tile in registers, so that both go along memory.",
     picture="a b c      a d\nd e f  ->  b e\n           c f",
-    **_COPY,
+    copies=True,
 )
 _add(
     "expert_counts(ids, num_experts): a histogram: how many slots chose each expert. ids (T,) int64, num_experts int -> (num_experts,) int32",
@@ -314,9 +298,7 @@ _add(
 _add(
     "running_sum(x): of each row the sums up to each element, an inclusive scan. x (M, N), rows of up to 4096 -> (M, N)",
     lambda x: x.cumsum(-1),
-    _draw(x="M N"),
-    _UP_TO_4096,
-    empty="M",
+    sizes=_UP_TO_4096,
     how="One program a row: tl.cumsum(x.to(tl.float32), axis=0).",
     picture="1 2 3 4  ->  1 3 6 10",
 )
@@ -325,18 +307,16 @@ _add(
     lambda table, ids: table[ids],
     _draw(table="R N", ids="ids R T"),
     _named("R N T", (1, 1, 1), (5, 7, 3), (11, 97, 15), (4, 1031, 4)),
-    real={"T": 16384},
     empty="T",
     moved=lambda s, size: 2 * s["T"] * s["N"] * size + 8 * s["T"],
     how="One program a token: it loads its id, then that row. The id is 64 bits, so is the offset.",
     picture="ids 2 0     table  a a     out  c c\n                   b b  ->      a a\n                   c c",
-    **_COPY,
+    copies=True,
 )
 _add(
     "residual_relu(x, residual): max(x + residual, 0) in one launch. x, residual (M, N) -> (M, N)",
     lambda x, residual: torch.relu(x + residual),
     _draw(x="M N", residual="M N"),
-    empty="M",
     how="The sum stays in registers between the two loads and the one store: tl.maximum(x + residual, 0.0).",
     picture="x         1 -4\nresidual  2  1\nout       3  0",
 )
@@ -347,38 +327,30 @@ _add(
     "silu_mul(gate, up): silu(gate) * up, the middle of a gated MLP. gate, up (M, N) -> (M, N)",
     lambda gate, up: F.silu(gate) * up,
     _draw(gate="M N", up="M N"),
-    empty="M",
     how="silu(g) = g * sigmoid(g): tl.sigmoid takes float32.",
 )
 _add(
     "softmax_backward(dy, y): the gradient by x of y = softmax(x). dy, y (M, N) -> dx (M, N)",
     lambda dy, y: y * (dy - (dy * y).sum(-1, keepdim=True)),
     _draw(dy="M N", y="probabilities M N"),
-    empty="M",
-    hints={"tail": "Masked elements must add nothing to the sum: other=0.0 for both."},
     how="dx = y * (dy - sum(dy * y)), the sum over the row.",
 )
 _add(
     "logsumexp(x): log of the sum of the exponentials of each row. x (M, N) -> (M,)",
     lambda x: torch.logsumexp(x, -1),
-    _draw(x="M N"),
-    empty="M",
     scales=_EXPONENTIALS,
-    hints={"scale": "m + log(sum(exp(x - m))), m the largest number of the row."},
-    how="In a loop over tiles: when m grows from m_old to m_new the sum so far is multiplied by exp(m_old - m_new).",
+    how="m + log(sum(exp(x - m))), m the largest number of the row. In a loop over tiles: when m grows from m_old to m_new the sum so far is multiplied by exp(m_old - m_new).",
 )
 _add(
     "row_products(a, b): the sum of a * b over each row. a, b (M, N) -> (M,)",
     lambda a, b: (a * b).sum(-1),
     _draw(a="M N", b="M N"),
-    empty="M",
-    hints={"dtype": "Convert both to float32 before the product: a 16-bit product is rounded."},
+    how="Convert both to float32 before the product: a 16-bit product is rounded.",
 )
 _add(
     "column_sum(x): the sum over the rows. x (M, N) -> (N,)",
     lambda x: x.sum(0),
-    _draw(x="M N"),
-    _named("M N", (1, 1), (1, 7), (16, 3), (97, 7), (128, 5), (131, 67)),
+    sizes=_named("M N", (1, 1), (1, 7), (16, 3), (97, 7), (128, 5), (131, 67)),
     how="A program owns a block of columns and goes down the rows. For few columns let several share the rows: a row of partial sums each, which a second launch adds.",
 )
 
@@ -404,17 +376,14 @@ _NORM_GRAD_INPUTS = _draw(dy="M N", x="M N", weight="near_one N")
 
 
 # Numbers of all sizes: the mean square of what randn gives is 1, and a kernel that leaves the norm out would be right.
-_NORM: dict[str, Any] = {"scales": (1.0, 20.0, 0.01), "contiguous": True}
+_NORM_SCALES = (1.0, 20.0, 0.01)
 
 _add(
     "rms_norm(x, weight): x / sqrt(mean(x^2) + 1e-6) * weight, the mean over a row. x (M, N), weight (N,) -> (M, N) contiguous",
     _rms_norm,
     _NORM_INPUTS,
-    empty="M",
-    contiguous=True,
     scales=(1.0, 300.0, 0.01),
     peer=lambda x, weight: F.rms_norm(x, weight.shape, weight, EPS),
-    hints={"tail": "The mean divides by N, not by BLOCK_N; masked elements are 0."},
     how="One program a row: load it once, y = x * (1 / tl.sqrt(tl.sum(x * x) / N + eps)) * w, store it with mask=offs_n < N.",
 )
 _add(
@@ -422,10 +391,9 @@ _add(
     _rms_norm_dx,
     _NORM_GRAD_INPUTS,
     _LONGER_ROWS,
-    empty="M",
     also=("sum",),
     how="g = dy * weight and xhat = x * rstd: dx = rstd * (g - xhat * mean(g * xhat)), the mean over the row. One program a row.",
-    **_NORM,
+    scales=_NORM_SCALES,
 )
 _add(
     "rms_norm_dw(dy, x, weight): the gradient of rms_norm by weight. dy, x (M, N), weight (N,) -> dw (N,)",
@@ -433,7 +401,7 @@ _add(
     _NORM_GRAD_INPUTS,
     also=("sum",),
     how="dw = sum over the rows of dy * xhat. Let a few programs take every P-th row each, keep a row of float32 sums, and store it as their row of partial (P, N); a second launch, or partial.sum(0), adds these. tl.atomic_add into float32 zeros works too.",
-    **_NORM,
+    scales=_NORM_SCALES,
 )
 _add(
     "rms_norm_autograd(x, weight): rms_norm with gradients by x and weight, as an autograd.Function. x (M, N), weight (N,) -> (M, N) contiguous",
@@ -444,15 +412,14 @@ _add(
     also=("sum",),
     peer=lambda x, weight: F.rms_norm(x, weight.shape, weight, EPS),
     how="class RMSNorm(torch.autograd.Function): forward(ctx, x, weight) calls ctx.save_for_backward(x, weight); backward(ctx, dy) returns dx, dw.",
-    **_NORM,
+    scales=_NORM_SCALES,
 )
 _add(
     "add_rms_norm(x, residual, weight): s = x + residual, and rms_norm(s, weight). x, residual (M, N), weight (N,) -> s, y (M, N) contiguous",
     lambda x, residual, weight: (x + residual, _rms_norm(x + residual, weight)),
     _draw(x="M N", residual="M N", weight="near_one N"),
-    empty="M",
     how="s is written and not read back: it is in registers. Normalize it before it is rounded, or after: both pass.",
-    **_NORM,
+    scales=_NORM_SCALES,
 )
 
 # --- moving -----------------------------------------------------------------------------------------------------------
@@ -465,15 +432,14 @@ _add(
     empty="T",
     moved=lambda s, size: 2 * s["T"] * s["k"] * s["N"] * size + 8 * s["T"] * s["k"],
     how="One program a chosen row: it loads its id, by the strides of ids, then the row. The id is 64 bits: so is the offset.",
-    **_COPY,
+    copies=True,
 )
 _add(
     "combine(y, gates): the sum of a token's k rows, each times its gate. y (T, k, N), gates (T, k) -> (T, N)",
     lambda y, gates: (y * gates[..., None]).sum(1),
     _draw(y="T k N", gates="probabilities T k"),
     _named("T k N", (1, 1, 1), (3, 2, 7), (5, 4, 97), (2, 3, 1031)),
-    empty="T",
-    hints={"dtype": "Accumulate the k products in float32; round once, at the store."},
+    how="Accumulate the k products in float32; round once, at the store.",
 )
 
 
@@ -490,7 +456,6 @@ _add(
     lambda draw, T, H, D: {"x": draw(T, H, D), **dict(zip(("cos", "sin"), draw.angles(T, D // 2), strict=True))},
     _named("T H D", (1, 1, 2), (3, 2, 6), (5, 3, 34), (2, 2, 128)),
     multiple={"D": 2},
-    empty="T",
     how="A program takes a token (and a head), and loads both halves before it stores either; cos and sin are of the token.",
 )
 
@@ -506,7 +471,6 @@ _add(
     lambda a, b: a @ b,
     _draw(a="M K", b="K N"),
     _named("M K N", (1, 1, 1), (1, 17, 5), (16, 16, 16), (33, 70, 41), (64, 128, 32)),
-    empty="M",
     flops=lambda s: 2 * s["M"] * s["K"] * s["N"],
     hints={"dtype": "float32 inputs: tl.dot(..., input_precision='ieee'), or ten of 23 bits are kept."},
     how="A program owns a tile of the result and loops over K: acc = tl.dot(a, b, acc). Tiles are at least 16 in every direction.",
@@ -537,7 +501,6 @@ _add(
     multiple={"n": 64},
     empty="n",
     dtypes=(torch.float32,),
-    strided=False,
     scales=(1.0,),
     how="packed >> 4 is the first value of a byte, packed & 15 the second; table_ptr + nibble.to(tl.int32) is its number. tl.interleave(high, low) puts the two beside each other, so that the store goes along memory.",
 )
@@ -580,9 +543,7 @@ _add(
     lambda w: w.unflatten(0, (-1, 16)).square().sum((1, 2)).sqrt(),
     _draw(w="R N"),
     _named("R N", (16, 1), (32, 7), (48, 97), (16, 1031)),
-    real={"R": 16384},
     multiple={"R": 16},
-    empty="R",
     how="One program a chunk, with a loop over columns; the sum of squares in float32, the root at the end.",
 )
 
@@ -593,15 +554,12 @@ _add(
     lambda x, y, alpha: alpha * x + y,
     lambda draw, n: {"x": draw(n), "y": draw(n), "alpha": draw.number()},
     _named("n", (1,), (5,), (97,), (1024,), (4099,)),
-    strided=False,
     how="A number is an argument of the kernel like a size. One load of x, one of y, one store.",
 )
 _add(
     "softmax_looped(x): softmax of rows of any length, in tiles. x (M, N) contiguous -> (M, N)",
     lambda x: torch.softmax(x, -1),
-    _draw(x="M N"),
     real={"M": 512, "N": 65536},  # in float64 with what PyTorch holds beside it less than 6 GiB: chapters have no more
-    strided=False,
     scales=_EXPONENTIALS,
     how="Two loops over the row: the first for its maximum and its sum, the second for the result. When the maximum grows from m to m', the sum so far is multiplied by exp(m - m').",
 )
@@ -610,7 +568,6 @@ _add(
     lambda a, b, bias: torch.relu(a @ b + bias),
     _draw(a="rising M K", b="positive_mean K N", bias="N"),
     _named("M K N", (1, 1, 1), (1, 17, 5), (16, 16, 16), (33, 70, 41), (2, 4099, 17)),
-    strided=False,
     dtypes=_HALVES,
     flops=lambda s: 2 * s["M"] * s["K"] * s["N"],
     how="Between the loop and the store the tile is in registers, in float32. The bias is of the columns: bias[None, :].",
@@ -621,7 +578,6 @@ _add(
     lambda x, residual, weight, bias: (x + residual, F.layer_norm(x + residual, weight.shape, weight, bias, 1e-5)),
     _draw(x="M N", residual="M N", weight="near_one N", bias="N"),
     _named("M N", (1, 7), (3, 16), (7, 97), (2, 1031)),
-    strided=False,
     hints={"tail": "Beyond N the sum holds what was loaded: mask it before the squares are added."},
     how="s is written and not read back.",
 )
@@ -633,7 +589,6 @@ _add(
     lambda x, weight, ids: F.pad(x @ weight.T, (0, -weight.shape[0] % 64)).unflatten(1, (-1, 64))[:, ids].flatten(1),
     lambda draw, M, K, N, A: {**_X_WEIGHT(draw, M=M, K=K, N=N), "ids": draw.some_of(-(-N // 64), A)},
     _named("M K N A", (1, 1, 1, 1), (1, 17, 100, 2), (3, 70, 130, 2), (33, 40, 64, 1), (2, 2053, 65, 1)),
-    real={"M": 4096, "N": 16384},
     dtypes=_HALVES,
     flops=lambda s: 2 * s["M"] * s["K"] * 64 * s["A"],
     moved=lambda s, size: (s["M"] * s["K"] + 64 * s["A"] * (s["K"] + s["M"])) * size,
@@ -646,12 +601,9 @@ def _distance(q: torch.Tensor) -> torch.Tensor:
     return position[:, None] - position[None, :]
 
 
-def _heads(draw: Draw, H: int, N: int, D: int) -> dict[str, Any]:
-    return {name: draw(H, N, D) for name in "qkv"}
-
-
 _ATTENTION: dict[str, Any] = {
-    "powers": ("D",), "dtypes": (torch.float16, torch.bfloat16), "strided": False, "scales": (1.0, 3.0, 7.0),
+    "powers": ("D",), "dtypes": (torch.float16, torch.bfloat16), "scales": (1.0, 3.0, 7.0),
+    "real": {"N": 2048},
 }  # fmt: skip
 _QKV = _draw(q="H N D", k="H N D", v="H N D")
 
@@ -661,7 +613,6 @@ _add(
     lambda q, k, v, width: _attention(q, k, v, (_distance(q) >= 0) & (_distance(q) < width)),
     lambda draw, width, **sizes: {**_QKV(draw, **sizes), "width": width},
     _named("H N D width", (1, 1, 16, 1), (2, 5, 16, 3), (1, 97, 32, 21), (1, 133, 16, 40)),
-    real={"N": 2048, "width": 512},
     flops=lambda s: 4 * s["H"] * s["N"] * s["width"] * s["D"],
     how="The first query of a tile has the oldest key: begin at its tile. Mask by distance: 0 <= query - key < width.",
     **_ATTENTION,
@@ -672,7 +623,6 @@ _add(
     lambda q, k, v, sinks: _attention(q, k, v, None, sinks),
     lambda draw, H, N, D: {**_QKV(draw, H=H, N=N, D=D), "sinks": draw(H, dtype=torch.float32)},
     _named("H N D", (1, 1, 16), (2, 5, 16), (1, 97, 32)),
-    real={"N": 2048},
     flops=lambda s: 4 * s["H"] * s["N"] ** 2 * s["D"],
     how="A key that has been seen before the loop: the maximum is its score, the sum is 1.",
     **_ATTENTION,
@@ -682,17 +632,11 @@ _add(
     lambda q, k, v: _attention(q, k, v, _distance(q) >= 0),
     _QKV,
     _named("H N D", (1, 1, 16), (2, 5, 16), (3, 40, 16), (1, 97, 32), (1, 133, 16)),
-    real={"N": 2048},
     peer=lambda q, k, v: F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0],
     flops=lambda s: 2 * s["H"] * s["N"] ** 2 * s["D"],
     how="A persistent program: for unit in range(tl.program_id(0), units, tl.num_programs(0)). A unit is a head and a pair of tiles of queries, i and tiles - 1 - i. An odd number of tiles leaves the one in the middle without a partner: take it once.",
     **_ATTENTION,
 )
-
-
-def _with_zeros(w: torch.Tensor) -> torch.Tensor:
-    w[64:128] = 0.0
-    return w
 
 
 def _quantized(w: torch.Tensor, code: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -706,11 +650,10 @@ _add(
     "Two numbers a byte, the first in its high half. "
     "w (n,), code (16,) float32, contiguous -> packed (n / 2,) uint8, absmax (n / 64,)",
     _quantized,
-    lambda draw, n: {"w": _with_zeros(draw(n)), "code": draw.table()},
+    lambda draw, n: {"w": draw(n).index_fill_(0, torch.arange(64, max(min(n, 128), 64)), 0.0), "code": draw.table()},
     _named("n", (64,), (128,), (192,), (64 * 11,)),
     multiple={"n": 64},
     dtypes=(torch.float32,),
-    strided=False,
     also=("add", "div"),
     how="tl.div_rn divides as IEEE asks for, and by tl.maximum(absmax, 1.2e-38) of a block of zeros. The number is the count of middles between the values of code that lie below; tl.split takes pairs apart.",
 )
@@ -723,6 +666,5 @@ _add(
     _named("N K", (1, 64), (5, 64), (3, 320), (19, 128)),
     real={"N": 14336},
     multiple={"K": 64},
-    strided=False,
     how="A program owns some rows and walks over K. The high halves belong to the even columns of x, the low halves to the odd ones: two loads of x with steps of two. absmax_ptr + row * (K // 64) + byte // 32 is the same for 32 bytes.",
 )

@@ -218,8 +218,11 @@ def _unset(pointers: Any) -> Any:
 
 
 @contextlib.contextmanager
-def watched() -> Iterator[None]:
-    """Within the context the interpreter raises where a kernel does what it may not (see above)."""
+def watched(tiles_too: bool = False) -> Iterator[None]:
+    """Within the context the interpreter raises where a kernel does what it may not (see above).
+
+    ``tiles_too``: an offset in a tile times an argument needs 64 bits as well, since a stride may be anything.
+    """
     current: list[_Watch] = []
     executor, builder = interpreter.GridExecutor, interpreter.InterpreterBuilder
 
@@ -270,7 +273,7 @@ def watched() -> Iterator[None]:
                 result.narrow = "small"
                 return result
             kinds = {getattr(a, "narrow", "") for a in args if isinstance(a, handle)}
-            if "product" in kinds or (multiplies and "argument" in kinds and "small" not in kinds):
+            if "product" in kinds or (multiplies and "argument" in kinds and (tiles_too or "small" not in kinds)):
                 result.narrow = "product"
             elif len(kinds) == 1 and (not mixes or kinds == {"small"}):
                 result.narrow = kinds.pop()
