@@ -50,6 +50,7 @@ MISTAKES = {
         "BLOCK_M=32, BLOCK_N=32", "BLOCK_M=1, BLOCK_N=32", "other=0.0).to(tl.float32)\n    tl.store(out_ptr + offs_n, tl.sum(acc", "other=0.0).to(acc.dtype)\n    tl.store(out_ptr + offs_n, tl.sum(acc",
     ),
     "squares_in_16_bits": ("rms_norm", "other=0.0).to(tl.float32)", "other=0.0)", "float16, numbers around 300", "scale"),
+    "sums_in_16_bits": ("vector_add", "out_ptr + offs, x + y", "out_ptr + offs, (x.to(tl.float16) + y.to(tl.float16)).to(x.dtype)", "float32", "dtype"),
     "products_in_tf32": ("matmul", ', input_precision="ieee"', "", "float32", "dtype"),
     "no_maximum": ("softmax", "tl.exp(x - tl.max(x))", "tl.exp(x)", "numbers around 300", "scale"),
     "no_maximum_in_16_bits": (
@@ -58,7 +59,7 @@ MISTAKES = {
     "rows_dropped_in_float16": ("rms_norm_dw", "partial, M, N,\n", "partial, min(M, 32) if x.dtype == torch.float16 else M, N,\n", "float16", "dtype"),
     # --- 32 bits
     "a_row_of_32_bits": ("softmax", "row = tl.program_id(0).to(tl.int64)", "row = tl.program_id(0)", ".to(tl.int64)", "overflow"),
-    "columns_of_32_bits": ("row_sum", "offs_n = tl.arange(0, BLOCK_N).to(tl.int64)", "offs_n = tl.arange(0, BLOCK_N)", "columns of x lie so far apart", "overflow"),
+    "columns_of_32_bits": ("row_sum", "offs_n = tl.arange(0, BLOCK_N).to(tl.int64)", "offs_n = tl.arange(0, BLOCK_N)", "an offset is a product", "overflow"),
     "a_row_of_32_bits_in_a_loop": ("rms_norm_dw", "row = tl.cast(i, tl.int64)", "row = i", ".to(tl.int64)", "overflow"),
     # --- programs and threads
     "a_race": ("expert_counts", "tl.atomic_add(counts_ptr + ids, 1, mask=offs < T)", "tl.store(counts_ptr + ids, tl.load(counts_ptr + ids, mask=offs < T, other=0) + 1, mask=offs < T)", "", ""),

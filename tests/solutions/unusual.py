@@ -10,13 +10,11 @@ import triton
 import triton.language as tl
 
 TASKS = {
-    "online_softmax": "softmax",
     "split_k": "matmul",
-    "sums_by_dot": "row_sum",
     "persistent": "vector_add",
     "by_descriptor": "copy",
     "adds_by_atomics": "rms_norm_dw",
-    "Launcher": "strided_copy",
+    "Launcher": "softmax",
 }
 
 
@@ -38,11 +36,18 @@ def _online_softmax_kernel(x_ptr, stride_m, stride_n, y_ptr, N, BLOCK_N: tl.cons
         tl.store(y_ptr + row * N + offs, (tl.exp(x - highest) / total).to(y_ptr.dtype.element_ty), mask=offs < N)
 
 
-def online_softmax(x):
-    y = x.new_empty(x.shape)
-    if len(x):
-        _online_softmax_kernel[lambda meta: (len(x),)](x, *x.stride(), y, x.shape[1])
-    return y
+class _Launcher:
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __call__(self, x):
+        y = x.new_empty(x.shape)
+        if len(x):
+            self.kernel[lambda meta: (len(x),)](x, *x.stride(), y, x.shape[1])
+        return y
+
+
+Launcher = _Launcher(_online_softmax_kernel)
 
 
 @triton.jit
@@ -65,25 +70,6 @@ def split_k(a, b):
         grid = triton.cdiv(M, 16), triton.cdiv(N, 16), 2
         _split_k_kernel[grid](a, *a.stride(), b, *b.stride(), c, M, N, K, BLOCK=16, PARTS=2)
     return c.to(a.dtype)
-
-
-@triton.jit
-def _sums_by_dot_kernel(x_ptr, stride_m, stride_n, out_ptr, M, N, BLOCK: tl.constexpr):
-    offs_m = (tl.program_id(0) * 16 + tl.arange(0, 16)).to(tl.int64)
-    acc = tl.zeros((16, 16), tl.float32)
-    for start in range(0, N, BLOCK):
-        offs_n = (start + tl.arange(0, BLOCK)).to(tl.int64)
-        ptrs = x_ptr + offs_m[:, None] * stride_m + offs_n[None, :] * stride_n
-        x = tl.load(ptrs, mask=(offs_m < M)[:, None] & (offs_n < N)[None, :], other=0.0)
-        acc = tl.dot(x, tl.full((BLOCK, 16), 1.0, x.dtype), acc, input_precision="ieee")
-    tl.store(out_ptr + offs_m, (tl.sum(acc, axis=1) / 16).to(out_ptr.dtype.element_ty), mask=offs_m < M)
-
-
-def sums_by_dot(x):
-    out = torch.empty(len(x), dtype=x.dtype, device=x.device)
-    if len(x):
-        _sums_by_dot_kernel[(triton.cdiv(len(x), 16),)](x, *x.stride(), out, *x.shape, BLOCK=64)
-    return out
 
 
 @dataclasses.dataclass
@@ -132,25 +118,3 @@ def adds_by_atomics(dy, x, weight):
     width = triton.next_power_of_2(x.shape[1])
     _dw_kernel[(len(x),)](dy, *dy.stride(), x, *x.stride(), dw, x.shape[1], BLOCK_N=width)
     return dw.to(weight.dtype)
-
-
-@triton.jit
-def _rows_kernel(x_ptr, stride_m, stride_n, out_ptr, N, BLOCK_N: tl.constexpr):
-    row, offs = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_N).to(tl.int64)
-    x = tl.load(x_ptr + row * stride_m + offs * stride_n, mask=offs < N, other=0.0)
-    tl.store(out_ptr + row * N + offs, x, mask=offs < N)
-
-
-class _Launcher:
-    def __init__(self, kernel):
-        self.kernel = kernel
-
-    def __call__(self, x):
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        if len(x):
-            width = triton.next_power_of_2(x.shape[1])
-            self.kernel[(len(x),)](x, *x.stride(), out, x.shape[1], BLOCK_N=width)
-        return out
-
-
-Launcher = _Launcher(_rows_kernel)

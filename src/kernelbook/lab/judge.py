@@ -5,7 +5,7 @@ A solution is a function with kernels of its own. The judge
 1. calls it in another process with limits (:mod:`kernelbook.lab.judge_worker`): every size and every scale in every dtype, one row,
    primes, more than a tile, nothing at all, strides, NaN between and around the elements, new numbers in the same memory, and gradients where the task has them, also by a ``dy`` that is expanded or transposed;
 2. compares what comes back by the rule of :mod:`kernelbook.check`, in this process, with a reference that the other one has not;
-3. compiles what was launched for GPUs that need not be there;
+3. compiles what was launched for GPUs that need not be there, a Gluon kernel for the newest of them;
 4. where there is a GPU, goes on to it with kernels compiled: the largest size in every dtype, strides and repeated calls; and takes
    the time.
 
@@ -39,7 +39,7 @@ from typing import Any
 import torch
 
 from kernelbook import check, runtime
-from kernelbook.lab import judge_source, judge_worker, tasks, timing
+from kernelbook.lab import judge_source, tasks, timing
 from kernelbook.lab.tasks import TASKS, Draw, Task
 
 # isort: split
@@ -171,8 +171,7 @@ class _Solution:
 
     def __init__(self, server: _Server, text: str, function: str, task: Task, folder: Path, seed: int) -> None:
         self.folder, self.task, self.pid = folder, task, 0
-        self.rules: dict[str, Any] = {"grads": list(task.grads), "also": list(task.also), "copies": task.copies}
-        self.rules["strided"] = task.strided
+        self.rules = {name: getattr(task, name) for name in ("grads", "also", "copies", "strided")}
         file = folder / "solution.py"
         file.write_text(text, encoding="utf-8")
         self.channel, other = multiprocessing.Pipe()
@@ -494,8 +493,7 @@ def judge(
                 if how == "gpu" and speed:
                     speed_ = _timed(running, rng.getrandbits(32))
             if compiling is not None:
-                compiling.answer()
-                compiled = f"compiled for {' and '.join(judge_worker.COMPILED_FOR)}"
+                compiled = f"compiled for {' and '.join(compiling.answer()['compiled'])}"
             elif not gpu:
                 compiled = "in the interpreter, not compiled: this Triton has no compiler for NVIDIA GPUs"
         except _WrongError as wrong:

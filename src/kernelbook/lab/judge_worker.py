@@ -69,6 +69,7 @@ _ADVICE = {
     "fp32": "Convert right after the load: .to(tl.float32).",
     "shared memory": "Take smaller tiles, or a smaller num_stages.",
     "active drivers": "There is no GPU here: take the device of the inputs, x.device.",
+    "PassManager": "A layout does not suit an instruction: an asynchronous copy takes at least 4 bytes of neighbours, all masked alike.",
     "no attribute": "A kernel calls tl.* and other kernels of the file; NumPy and PyTorch stay outside.",
 }
 
@@ -175,16 +176,16 @@ class _Session:
     def refusal(self, error: BaseException) -> RefusedError:
         """The sentence for whatever a call raised: the rule, the watch, the compiler, or the exception itself."""
         chain = [error]
-        while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
+        while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
             chain.append(cause)
         for found in chain:
             if isinstance(found, RefusedError):
                 return found
-            if type(found).__name__ == "WrongAccessError":
+            if type(found).__name__ in ("WrongAccessError", "GluonError"):
                 where = self._says(error).rpartition(", at ")[2]
                 return RefusedError(f"{str(found).removeprefix('watched: ')}, at {where}", found.kind)  # type: ignore[attr-defined]
         compilers = [found for found in chain if isinstance(found, CompilationError)]
-        if compilers or type(error).__name__ in ("OutOfResources", "PTXASError"):
+        if compilers or "PassManager" in str(error) or type(error).__name__ in ("OutOfResources", "PTXASError"):
             return self._of_compiler([error, *compilers][-1])
         if isinstance(error, MemoryError):
             return RefusedError("it took more memory than the judge allows")
@@ -264,17 +265,19 @@ class _Session:
             for inputs, upstream in request["cases"]:
                 self._called(inputs, request, upstream)
         known: set[Any] = set()
+        targets: set[str] = set()
         for launch in launches:
             types = launch.kernel, frozenset(kind for _, kind in launch.signature if kind.startswith("*"))
             newest = types in known or launch.kernel.is_gluon()  # a Gluon kernel is of one generation
             known.add(types)
+            targets |= {*COMPILED_FOR[newest:]}
             for target in COMPILED_FOR[newest:]:
                 found = compiled._compile(launch, target, ())
                 most = runtime.TARGETS[target].shared_memory_per_program
                 if found.shared_bytes > most:
                     told = f"{found.name} needs {found.shared_bytes} bytes of shared memory, and {target} has {most} a program"
                     raise RefusedError(f"{told}. {_ADVICE['shared memory']}", "compile")
-        return {"compiled": len(launches)}
+        return {"compiled": sorted(targets)}
 
     def time(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Times calls with a cold cache, and returns the last one's result."""
@@ -349,9 +352,11 @@ def _session(channel: Connection) -> None:
     with contextlib.ExitStack() as stack:
         stack.enter_context(check.poisoned_empty())
         if runtime.INTERPRET:
+            from kernelbook.lab.gluon import interpreted
             from kernelbook.lab.watched_memory import watched
 
             stack.enter_context(watched(tiles_too=request["strided"]))
+            stack.enter_context(interpreted(request["seed"]))
             interpreted_types.compute()
         if runtime.DEVICE.type == "cpu":
             stack.enter_context(mock.patch.object(Autotuner, "do_bench", _any_configuration))
