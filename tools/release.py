@@ -20,7 +20,10 @@ DIST = ROOT / "dist"
 
 def notes(version: str) -> str:
     """Return the changelog's section of a version; raise SystemExit where a file names another one, or none."""
-    for name, pattern in (("src/kernelbook/__init__.py", r'__version__ = "(.+)"'), ("CITATION.cff", r"(?m)^version: (.+)$")):
+    for name, pattern in (
+        ("src/kernelbook/__init__.py", r'__version__ = "(.+)"'),
+        ("CITATION.cff", r"(?m)^version: (.+)$"),
+    ):
         found = re.search(pattern, (ROOT / name).read_text(encoding="utf-8"))
         if found is None or found[1] != version:
             raise SystemExit(f"release: the version in {name} must be {version}, got {found and found[1]}")
