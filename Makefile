@@ -127,11 +127,7 @@ lock:
 		echo "$$pins"; } > requirements.txt
 
 clean:
-<<<<<<< HEAD
-	rm -rf _build $(VENV) .nox .pytest_cache .ruff_cache .mypy_cache .hypothesis
-=======
-	rm -rf _build dist $(VENV) $(VENV)-test-* .pytest_cache .ruff_cache .mypy_cache .hypothesis
->>>>>>> publish
+	rm -rf _build dist $(VENV) .nox .pytest_cache .ruff_cache .mypy_cache .hypothesis
 
 # A module is compiled when it is first imported; most of what is installed never is.
 $(VENV)/.installed: requirements.txt pyproject.toml

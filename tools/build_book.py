@@ -43,8 +43,8 @@ PAGES = ("src", "book", "notebooks", "tools", "_config.yml", "_toc.yml", "CHANGE
 
 
 def digest_of(names: tuple[str, ...]) -> str:
-    """Return a digest of these files and folders, of this Python, of whether there is a GPU, and of the pages' address."""
-    digest = hashlib.sha256(f"{sys.version} {HAS_GPU} {os.environ.get('BOOK_ADDRESS')}".encode())
+    """Return a digest of these files and folders, of this Python, and of whether there is a GPU."""
+    digest = hashlib.sha256(f"{sys.version} {HAS_GPU}".encode())
     for place in (ROOT / name for name in names):
         for path in [place] if place.is_file() else sorted(place.rglob("*")):
             if path.is_file() and path.suffix != ".pyc":
@@ -151,7 +151,7 @@ def main(arguments: list[str]) -> int:
     notebooks = sorted((ROOT / "notebooks").glob("*.ipynb"), key=lambda path: -path.stat().st_size)
     # Sphinx would execute these one after the other.
     pages = [path for path in sorted((ROOT / "book").glob("*.md")) if read(path) is not None]
-    pages_digest = digest_of(PAGES)
+    pages_digest = digest_of(PAGES) + os.environ.get("BOOK_ADDRESS", "")
     if not draft and HTML.exists() and BUILT_FROM.exists() and BUILT_FROM.read_text() == pages_digest:
         print("The book is built from these very files. Open _build/html/index.html")
         return 0

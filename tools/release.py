@@ -6,6 +6,7 @@ The version must be the package's and the one in CITATION.cff, and CHANGELOG.md 
 dist/notes.md. Both archives are installed with what they ask for, in an environment of their own, and the doctor runs there.
 """
 
+import argparse
 import re
 import shutil
 import subprocess
@@ -20,7 +21,10 @@ DIST = ROOT / "dist"
 
 def notes(version: str) -> str:
     """Return the changelog's section of a version; raise SystemExit where a file names another one, or none."""
-    for name, pattern in (("src/kernelbook/__init__.py", r'__version__ = "(.+)"'), ("CITATION.cff", r"(?m)^version: (.+)$")):
+    for name, pattern in (
+        ("src/kernelbook/__init__.py", r'__version__ = "(.+)"'),
+        ("CITATION.cff", r"(?m)^version: (.+)$"),
+    ):
         found = re.search(pattern, (ROOT / name).read_text(encoding="utf-8"))
         if found is None or found[1] != version:
             raise SystemExit(f"release: the version in {name} must be {version}, got {found and found[1]}")
@@ -41,9 +45,9 @@ def try_archive(archive: Path) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    if len(arguments) != 1:
-        raise SystemExit("release: one argument is expected, the version, such as 0.2.0")
-    text = notes(arguments[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("version", help="such as 0.2.0")
+    text = notes(parser.parse_args(arguments).version)
     shutil.rmtree(DIST, ignore_errors=True)
     subprocess.run([sys.executable, "-m", "build", "--outdir", str(DIST)], check=True, cwd=ROOT)
     archives = sorted(DIST.iterdir())
