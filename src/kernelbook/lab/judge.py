@@ -3,11 +3,12 @@
 A solution is a function with kernels of its own. The judge
 
 1. calls it in another process with limits (:mod:`kernelbook.lab.judge_worker`): every size and every scale in every dtype, one row,
-   primes, more than a tile, nothing at all, strides, NaN between and around the elements, new numbers in the same memory, and gradients where the task has them, also by a ``dy`` that is expanded or transposed;
+   primes, more than a tile, nothing at all, strides, NaN between and around the elements, new numbers in the same
+   memory, and gradients where the task has them, also by a ``dy`` that is expanded or transposed;
 2. compares what comes back by the rule of :mod:`kernelbook.check`, in this process, with a reference that the other one has not;
 3. compiles what was launched for GPUs that need not be there, a Gluon kernel for the newest of them;
-4. where there is a GPU, goes on to it with kernels compiled: the largest size in every dtype, strides and repeated calls; and takes
-   the time.
+4. where there is a GPU, goes on to it with kernels compiled: the largest size in every dtype, mixed strides, repeated calls; and
+   takes the time.
 
 The first case that fails is the smallest of its kind, since cases go from small to large. Then one thing of the case after the
 other is undone: what makes it right is what is wrong, and the hint is about that. The judge is for people who judge themselves:

@@ -12,7 +12,8 @@ it is given. So it gives right results for kernels that are wrong on a GPU. With
   atomic on the same address that acquires). That is the memory model of the GPU, and it does not depend on the order in
   which programs happen to run here.
 - Offsets: an address is no product of 32 bits with an argument of the launch, a stride or a size, which may overflow. Constants
-  and offsets within a tile may be multiplied with one; so may the counters of loops, which look like constants here.
+  and, without ``tiles_too``, offsets within a tile may be multiplied with one; so may the counters of loops, which look like
+  constants here.
 - Threads: what this program has stored since its last barrier may be read only by a load of the very same addresses in the
   same shape, of which each thread reads its own.
 """
