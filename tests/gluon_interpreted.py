@@ -453,10 +453,6 @@ def _int32(bits: np.ndarray) -> np.ndarray:
     return (bits & 0xFFFFFFFF).astype(np.uint32).view(np.int32)
 
 
-def _decode(word: np.ndarray, _first: np.ndarray, _second: np.ndarray, *tables: np.ndarray) -> list[np.ndarray]:
-    return [_int32(p) for p in _words(tables, word)]
-
-
 def _decode_scaled(word: np.ndarray, first: np.ndarray, second: np.ndarray, *tables: np.ndarray) -> list[np.ndarray]:
     def half(bits: np.ndarray, h: int) -> np.ndarray:
         return (np.asarray(bits).astype(np.int64) >> 16 * h & 0xFFFF).astype(np.uint16).view(np.float16).astype(float)
@@ -470,6 +466,13 @@ def _decode_scaled(word: np.ndarray, first: np.ndarray, second: np.ndarray, *tab
             bits.append(value.view(np.uint16).astype(np.int64))
         pairs.append(_int32(bits[0] | bits[1] << 16))
     return pairs
+
+
+def _e2m1(word: np.ndarray, first: np.ndarray, second: Any = 0) -> list[np.ndarray]:
+    magnitudes = np.array((0, 0.5, 1, 1.5, 2, 3, 4, 6), np.float16)
+    bits = np.concatenate([magnitudes, -magnitudes]).view(np.uint16).astype(np.int64)
+    tables = [sum((bits[4 * i + j] >> shift & 0xFF) << 8 * j for j in range(4)) for shift in (0, 8) for i in range(4)]
+    return _decode_scaled(word, first, second, *(np.asarray(t) for t in tables))
 
 
 def _table(*values: np.ndarray) -> list[np.ndarray]:
@@ -527,7 +530,8 @@ def _thread_barrier() -> None:
 
 
 _ASSEMBLY: dict[str, Callable[..., list[np.ndarray]]] = {
-    kernels.DECODE.value: _decode,
+    kernels.E2M1_FP16.value: _e2m1,
+    kernels.E2M1_BY_POWER_FP16.value: _e2m1,
     kernels.DECODE_FP16.value: _decode_scaled,
     kernels.TABLE_FP16.value: _table,
     kernels.LOOKUP.value: lambda words, *tables: [_int32(p) for p in _words(tables, words)],

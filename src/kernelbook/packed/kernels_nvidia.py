@@ -29,7 +29,10 @@ import triton.experimental.gluon.language as gl
 import triton.language as tl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+from kernelbook.packed import NESTED_BLOCK as _NESTED_BLOCK
 from kernelbook.packed.kernels import bits, block_scale, decoded, halves, table
+
+NESTED_BLOCK = gl.constexpr(_NESTED_BLOCK)
 
 
 @gluon.constexpr_function
@@ -52,40 +55,24 @@ def _words_layout(warps, rows, words):
 
 @gluon.jit
 def _load(
-    word_ptrs, elements, k_w, k_s, k, mask_w, mask_s, K, x_ptrs, k_x, some,
+    at, word_ptrs, elements, k_w, mask_w, K,
     absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, block0,
-    EVEN: gl.constexpr, BLOCK_SIZE: gl.constexpr, SCALE: gl.constexpr, NESTED_BLOCK: gl.constexpr,
-    GROUP: gl.constexpr, GROUPS: gl.constexpr,
+    EVEN: gl.constexpr, BLOCK_SIZE: gl.constexpr, SCALE: gl.constexpr,
 ):  # fmt: skip
-    """GROUPS tensors of words, k elements further on, their blocks' scales, and the part of x."""
-    words = ()
-    scales = ()
-    xs = ()
-    for g in gl.static_range(GROUPS):
-        at = k + g * GROUP
-        if EVEN:
-            words += (gl.load(word_ptrs + at // 8, cache_modifier=".cg"),)
-            inside = None
-        else:
-            mask = gl.expand_dims(mask_w & (k_w + at < K), 3)
-            words += (gl.load(word_ptrs + at // 8, mask=mask, other=0, cache_modifier=".cg"),)
-            inside = mask_s & (k_s + at < K)
-        scales += (
-            block_scale(
-                block0, (elements + at) // BLOCK_SIZE, inside,
-                absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, SCALE, NESTED_BLOCK,
-            ),
-        )  # fmt: skip
-        # Tokens that are not there get the last one's x, and are not stored.
-        if EVEN:
-            xs += (gl.load(x_ptrs + at),)
-        else:
-            xs += (gl.load(x_ptrs + at, mask=gl.expand_dims(k_x + at < K, 2) & some[None, None, :], other=0.0),)
-    return words, scales, xs
+    """A group's words and their blocks' scales, ``at`` elements further on."""
+    inside = mask_w
+    if not EVEN:
+        inside = mask_w & (k_w + at < K)
+    words = gl.load(word_ptrs + at // 8, mask=gl.expand_dims(inside, 3), other=0, cache_modifier=".cg")
+    scale = block_scale(
+        block0, (elements + at) // BLOCK_SIZE, inside,
+        absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, SCALE, NESTED_BLOCK,
+    )  # fmt: skip
+    return words, scale
 
 
-# How a warp holds W, with two words a lane. Lane 4 r + l has words of the rows r, r + 8, r + 16 and r + 24, and there the l-th
-# of four parts of a group (`_words_layout`). Two instructions take 32 elements of K, a word from each of the four lanes:
+# How a warp holds W, with two words a lane. Lane 4 r + l has words of the rows r, r + 8, ..., and there the l-th of four parts
+# of a group (`_words_layout`). Two instructions take 32 elements of K, a word from each of the four lanes:
 #
 #     K in memory          0        8        16       24       32       40       48       56       64
 #     lane                 |     l = 0       |     l = 1       |     l = 2       |     l = 3       |
@@ -96,9 +83,9 @@ def _load(
 #     of lane              | l = 0  | l = 1  | l = 2  | l = 3  | l = 0  | l = 1  | l = 2  | l = 3  |
 #
 # W is reordered by a permutation of names, which moves nothing (`assert_trivial`), and x by where it is read (`k_x`). Each warp
-# has a run of K for itself, in steps of GROUPS groups, and all rows of the program; the sums of the warps meet at the end:
+# has a run of K for itself, in steps of a group, and all rows of the program; the sums of the warps meet at the end:
 #
-#     K           0 ... steps STEP    | ... 2 steps STEP    | ...              | ... K
+#     K           0 ... steps GROUP   | ... 2 steps GROUP   | ...              | ... K
 #     row n0      |  warp 0           |  warp 1             |  warp 2          |  warp 3
 #     ...         |                   |                     |                  |
 
@@ -112,16 +99,15 @@ def _few_rows_kernel(
     bias_ptr, stride_ce, stride_cn,  # (E, N), if HAS_BIAS
     y_ptr,  # (R, N)
     E, M, N, K, top_k,
-    X_GROUPED: gl.constexpr, Y_GROUPED: gl.constexpr, EVEN: gl.constexpr,
-    HAS_BIAS: gl.constexpr, BLOCK_SIZE: gl.constexpr, SCALE: gl.constexpr, NESTED_BLOCK: gl.constexpr,
-    BLOCK_M: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr, WARPS: gl.constexpr,
+    X_GROUPED: gl.constexpr, Y_GROUPED: gl.constexpr, EVEN: gl.constexpr, HAS_BIAS: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, SCALE: gl.constexpr,
+    BLOCK_M: gl.constexpr, ROWS: gl.constexpr, WORDS: gl.constexpr, DEPTH: gl.constexpr, WARPS: gl.constexpr,
     PARTS: gl.constexpr,
 ):  # fmt: skip
+    """BLOCK_M rows of x times ROWS rows of W. A lane reads WORDS words side by side, of one block, DEPTH groups ahead."""
     dtype: gl.constexpr = x_ptr.dtype.element_ty
-    FOLD: gl.constexpr = BLOCK_SIZE < 32  # the scale multiplies elements; else the sums over a block
-    WORDS: gl.constexpr = 2 if FOLD or BLOCK_SIZE >= 64 else 1  # of a lane, side by side
     GROUP: gl.constexpr = 32 * WORDS
-    STEP: gl.constexpr = GROUPS * GROUP
+    gl.static_assert(8 * WORDS <= BLOCK_SIZE)
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[WARPS, 1, 1], instr_shape=[1, 16, 8])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 8)
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 8)
@@ -160,67 +146,61 @@ def _few_rows_kernel(
     packed_ptr += row0 * (K // 8)
     block0 = row0 * K // BLOCK_SIZE
     within = (row0 * K - block0 * BLOCK_SIZE).to(gl.int32)
-    offs_w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, in_rows))
-    offs_n = gl.arange(0, ROWS, layout=gl.SliceLayout(0, in_rows))
-    offs_l = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, in_lanes)))
-    offs_i = gl.arange(0, WORDS, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, in_words))))
-    steps = gl.cdiv(K, STEP * WARPS)  # of a warp
+    steps = gl.cdiv(K, GROUP * WARPS)  # of a warp
+    w_w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, in_rows))
+    w_n = gl.arange(0, ROWS, layout=gl.SliceLayout(0, in_rows))
+    w_l = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, in_lanes)))
+    w_i = gl.arange(0, WORDS, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, in_words))))
     # The first element of a lane's share: (WARPS, ROWS, 4)
-    k_w = (
-        gl.expand_dims(offs_w[:, None] * (steps * STEP) + 0 * offs_n[None, :], 2)
-        + (offs_l * (8 * WORDS))[None, None, :]
-    )
-    row_w = gl.expand_dims(0 * offs_w[:, None] + offs_n[None, :], 2)
-    mask_w = row_w < N - n0
-    word_ptrs = packed_ptr + gl.expand_dims(row_w * (K // 8) + k_w // 8, 3) + offs_i[None, None, None, :]
-    if FOLD:
-        elements = within + row_w * K + k_w
-        k_s = k_w
-        mask_s = mask_w
-    else:
-        of_acc: gl.constexpr = gl.SliceLayout(2, mma)
-        row_s = gl.arange(0, ROWS, layout=gl.SliceLayout(0, of_acc))[None, :]
-        k_s = gl.arange(0, WARPS, layout=gl.SliceLayout(1, of_acc))[:, None] * (steps * STEP)
-        elements = within + row_s * K + k_s
-        mask_s = row_s < N - n0
+    k_w = gl.expand_dims(w_w[:, None] * (steps * GROUP) + 0 * w_n[None, :], 2) + (w_l * (8 * WORDS))[None, None, :]
+    elements = gl.expand_dims(0 * w_w[:, None] + w_n[None, :], 2) * K + k_w
+    mask_w = (gl.expand_dims(0 * w_w[:, None] + w_n[None, :], 2) + 0 * k_w < N - n0) & exists
+    word_offs = gl.expand_dims(elements // 8, 3) + w_i[None, None, None, :]
+    word_ptrs = packed_ptr + gl.max_contiguous(gl.multiple_of(word_offs, [1, 1, 1, WORDS]), [1, 1, 1, WORDS])
+    elements += within
 
     # Where the K of x lie: the instruction's order is (i, lane, 8), that in memory (lane, i, 8).
     offs_k = gl.arange(0, GROUP, layout=gl.SliceLayout(0, gl.SliceLayout(2, right)))
     k_x = offs_k // 8 % 4 * (8 * WORDS) + offs_k // 32 * 8 + offs_k % 8
     k_x = gl.max_contiguous(gl.multiple_of(k_x, [8]), [8])
     x_w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, right)))
-    k_x = gl.expand_dims(x_w, 1) * (steps * STEP) + k_x[None, :]
+    k_x = gl.expand_dims(x_w, 1) * (steps * GROUP) + k_x[None, :]
     k_x = gl.max_contiguous(gl.multiple_of(k_x, [1, 8]), [1, 8])
     x_ptrs = x_ptr + gl.expand_dims(k_x, 2) + (x_rows * stride_xm)[None, None, :]
+    mask_x = (offs_t < rows)[None, None, :]
 
-    acc = gl.zeros((WARPS, ROWS, BLOCK_M), gl.float32, layout=mma)
-    zeros = gl.zeros((WARPS, ROWS, BLOCK_M), gl.float32, layout=mma)
-    next_words, next_scales, next_xs = _load(
-        word_ptrs, elements, k_w, k_s, 0, mask_w, mask_s, K, x_ptrs, k_x, offs_t < BLOCK_M,
-        absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, block0,
-        EVEN, BLOCK_SIZE, SCALE, NESTED_BLOCK, GROUP, GROUPS,
-    )  # fmt: skip
+    words = ()
+    scales = ()
+    for d in gl.static_range(DEPTH):
+        first_words, first_scale = _load(
+            d * GROUP, word_ptrs, elements, k_w, mask_w & (d < steps), K,
+            absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, block0, EVEN, BLOCK_SIZE, SCALE,
+        )  # fmt: skip
+        words += (first_words,)
+        scales += (first_scale,)
     values = table(code_ptr, dtype)
-    for step in range(gl.where(exists, steps, 0)):
-        k = step * STEP
-        words = next_words
-        scales = next_scales
-        xs = next_xs
-        if step + 1 < steps:
-            next_words, next_scales, next_xs = _load(
-                word_ptrs, elements, k_w, k_s, k + STEP, mask_w, mask_s, K, x_ptrs, k_x, offs_t < BLOCK_M,
-                absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, block0,
-                EVEN, BLOCK_SIZE, SCALE, NESTED_BLOCK, GROUP, GROUPS,
+    acc = gl.zeros((WARPS, ROWS, BLOCK_M), gl.float32, layout=mma)
+    for step in range(0, gl.where(exists, steps, 0), DEPTH):
+        next_words = ()
+        next_scales = ()
+        for d in gl.static_range(DEPTH):
+            at = (step + d) * GROUP
+            mask = mask_x & (step + d < steps)
+            if not EVEN:
+                mask = mask & gl.expand_dims(k_x + at < K, 2)
+            x = gl.load(x_ptrs + at, mask=mask, other=0.0)
+            new_words, new_scale = _load(
+                at + DEPTH * GROUP, word_ptrs, elements, k_w, mask_w & (step + d + DEPTH < steps), K,
+                absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, block0, EVEN, BLOCK_SIZE, SCALE,
             )  # fmt: skip
-        for g in gl.static_range(GROUPS):
-            w = decoded(words[g], gl.expand_dims(scales[g], 3) if FOLD else None, values, dtype)
+            next_words += (new_words,)
+            next_scales += (new_scale,)
+            w = decoded(words[d], gl.expand_dims(scales[d], 3), values, dtype, SCALE)
             # (warp, row, lane, i, half of a pair, pair, half of a word) -> (warp, row, (i, lane, element))
             w = gl.reshape(gl.permute(w, (0, 1, 3, 2, 6, 5, 4)), (WARPS, ROWS, GROUP))
-            w = gl.convert_layout(w, left, assert_trivial=True)
-            if FOLD:
-                acc = mma_v2(w, xs[g], acc)
-            else:
-                acc += mma_v2(w, xs[g], zeros) * gl.expand_dims(scales[g], 2)
+            acc = mma_v2(gl.convert_layout(w, left, assert_trivial=True), x, acc)
+        words = next_words
+        scales = next_scales
     y = gl.where(exists, gl.sum(acc, axis=0), 0.0)  # (ROWS, BLOCK_M)
     out_n = n0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, result))
     if HAS_BIAS:

@@ -64,7 +64,7 @@ HEIGHTS = (16, 32, 128, 256)  # of the tiles that a routing has to list
 #
 # With so many rows a matrix and without a low-rank product each warp keeps what it decodes in registers.
 SKINNY_ROWS = 6.0
-SKINNY = {"BLOCK_M": 8, "ROWS": 32, "GROUPS": 1, "WARPS": 4}
+SKINNY = {"BLOCK_M": 8, "ROWS": 32, "DEPTH": 1, "WARPS": 4}
 # A single matrix and up to so many rows: one program of sixteen warps a multiprocessor, each warp with 16 rows of W.
 GEMV_ROWS = 8
 GEMV_MORE_ROWS, GEMV_MORE_ELEMENTS = 16, 2**25  # of a larger matrix up to so many: measured on an H100
@@ -187,12 +187,13 @@ def plan(
         )  # fmt: skip
         return Plan(split_k, "split_k", tokens, cdiv(n, 16 * SPLIT_K_WARPS), parts)
     if tailored and mean <= (SKINNY_ROWS if routed else SKINNY["BLOCK_M"]) and not by_row and not rank:
-        step = (64 if block_size != 32 else 32) * SKINNY["GROUPS"] * SKINNY["WARPS"]
+        words = min(4, block_size // 8)
         parts = HEIGHTS[0] // SKINNY["BLOCK_M"] if routed else 1
         skinny = launcher(
             kernels_nvidia._few_rows_kernel,
-            X_GROUPED=x_grouped, Y_GROUPED=y_grouped, EVEN=k % step == 0 and n % SKINNY["ROWS"] == 0,
-            HAS_BIAS=has_bias, **packing, **SKINNY, PARTS=parts, num_warps=SKINNY["WARPS"],
+            X_GROUPED=x_grouped, Y_GROUPED=y_grouped, EVEN=k % (32 * words * SKINNY["WARPS"]) == 0,
+            HAS_BIAS=has_bias, BLOCK_SIZE=block_size, SCALE=packing["SCALE"], **SKINNY, WORDS=words, PARTS=parts,
+            num_warps=SKINNY["WARPS"],
         )  # fmt: skip
         return Plan(skinny, "skinny", parts * SKINNY["BLOCK_M"], cdiv(n, SKINNY["ROWS"]), parts)
     if properties.same_bits:
