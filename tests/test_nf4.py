@@ -370,7 +370,7 @@ def test_which_kernel_takes_a_single_matrix(monkeypatch):
             return None
         how = {"rank": 0, "has_bias": False, "x_grouped": True, "y_grouped": True, "routed": False}
         return products.plan.__wrapped__(
-            m, (1, n, k), False, torch.bfloat16, block_size, True, **how, properties=properties
+            m, (1, n, k), False, torch.bfloat16, block_size, "nested", **how, properties=properties
         ).kind
 
     for n, k in ((14336, 4096), (4096, 4096), (4096, 14336)):
@@ -698,7 +698,7 @@ nf4_quantize(torch.zeros(2, 1024, dtype=torch.bfloat16))
         assert kernel.spill_bytes == 0, str(kernel)
         if "words" in kernel.name:
             assert "st.global.v4.b32" in kernel.asm["ptx"]
-        if kernel.constants.get("NESTED"):
+        if kernel.constants.get("SCALE") == "nested":
             assert "fma.rn.f32" not in kernel.asm["ptx"]
 
 

@@ -10,7 +10,7 @@ from kernelbook.launch import Block, Descriptor, Launch, block, cdiv, launcher
 from kernelbook.memory import accumulator, empty, tl_accumulator
 from kernelbook.moe_lora import kernels
 from kernelbook.moe_lora.routing import Routing, tiles_of_height
-from kernelbook.packed import NESTED_BLOCK, products
+from kernelbook.packed import products
 from kernelbook.packed.products import Matrices
 from kernelbook.tensors import has_aligned_rows, precision, strided
 
@@ -174,7 +174,7 @@ def gemm_plan(
     if isinstance(w, Matrices) and strategy != "fused" and w.packed.data_ptr() % 16 == 0:
         found = products.plan(
             rows, (experts, k, n) if w.transposed else (experts, n, k), w.transposed, x.dtype, w.block_size,
-            w.nested[0] is not None, rank=rank, has_bias=has_bias, x_grouped=layout.grouped, y_grouped=y_grouped,
+            w.kind_of_scale, rank=rank, has_bias=has_bias, x_grouped=layout.grouped, y_grouped=y_grouped,
             routed=True, properties=properties,
         )  # fmt: skip
     kernel: _RowsKernel | products.Plan
@@ -228,8 +228,7 @@ def _rows_kernel(
             # Turing has no instruction that multiplies pairs of bfloat16.
             pairs = properties.is_nvidia and (dtype == torch.float16 or properties.capability >= 80)
             decoding = "permute" if dtype.itemsize == 2 and pairs else "gather"
-        scale = "float32" if w.nested[0] is None else "nested"
-        packed = {"PACKED": decoding, "BLOCK_SIZE": w.block_size, "SCALE": scale}
+        packed = {"PACKED": decoding, "BLOCK_SIZE": w.block_size, "SCALE": w.kind_of_scale}
     else:
         by_row = not _fits_descriptor(w.transpose(1, 2))
         if wide_x and (not by_row or _fits_descriptor(w)):
@@ -240,7 +239,7 @@ def _rows_kernel(
     # Four warps side by side make 32 columns, and a narrower product of few rows would be computed more than once.
     block_r = max(32 if tiles.height < 64 else 16, padded) if lora == "fused" else max(16, min(padded, 32))
     launch = tiled(
-        kernels._moe_lora_fwd_rows_kernel, tiles, **packed, NESTED_BLOCK=NESTED_BLOCK,
+        kernels._moe_lora_fwd_rows_kernel, tiles, **packed,
         X_GROUPED=layout.grouped, Y_GROUPED=y_grouped, W_BY_ROW=by_row, LORA=lora, HAS_BIAS=has_bias,
         ACC=tl_accumulator(dtype), PRECISION=precision(dtype), EVEN_K=k % block_k == 0, r=rank, RANK=padded,
         BLOCK_R=block_r,

@@ -173,7 +173,7 @@ def _positions(order_ptr, first, rows, BLOCK_M: tl.constexpr):
 def _load_elements(
     packed_ptr, absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, code_ptr,
     expert, offs_k, offs_n, mask, K, N,
-    BLOCK_SIZE: tl.constexpr, SCALE: tl.constexpr, NESTED_BLOCK: tl.constexpr, BY_ROW: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, SCALE: tl.constexpr, BY_ROW: tl.constexpr,
     dtype: tl.constexpr,
 ):  # fmt: skip
     """W[e][offs_k, offs_n], each element with a byte and a scale of its own: for rows that are no whole words."""
@@ -183,7 +183,7 @@ def _load_elements(
     value = tl.load(code_ptr + tl.where(element % 2 == 0, byte >> 4, byte & 15), mask=mask, other=0.0)
     scale = block_scale(
         tl.zeros((), tl.int64), element // BLOCK_SIZE, mask,
-        absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, SCALE, NESTED_BLOCK,
+        absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, SCALE,
     )  # fmt: skip
     return (value * scale).to(dtype)
 
@@ -201,7 +201,7 @@ def _rows_tile(
     bias_ptr, stride_ce, stride_cn,
     y_ptr,
     scaling, K, N, top_k,
-    PACKED: tl.constexpr, BLOCK_SIZE: tl.constexpr, SCALE: tl.constexpr, NESTED_BLOCK: tl.constexpr,
+    PACKED: tl.constexpr, BLOCK_SIZE: tl.constexpr, SCALE: tl.constexpr,
     X_GROUPED: tl.constexpr, Y_GROUPED: tl.constexpr, W_BY_ROW: tl.constexpr,
     LORA: tl.constexpr, HAS_BIAS: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
@@ -260,19 +260,19 @@ def _rows_tile(
             w = _load_elements(
                 w_ptr, absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, code_ptr,
                 expert64, (k + offs_k)[:, None], offs_n[None, :], mask_k[:, None] & mask_n[None, :], K, N,
-                BLOCK_SIZE, SCALE, NESTED_BLOCK, W_BY_ROW, x_ptr.dtype.element_ty,
+                BLOCK_SIZE, SCALE, W_BY_ROW, x_ptr.dtype.element_ty,
             )  # fmt: skip
         elif PACKED != "none":
             if W_BY_ROW:
                 w = load_tile(
                     w_ptr, absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, code, values,
-                    expert, k, pid_n * BLOCK_N, K, N, BLOCK_K, BLOCK_N, BLOCK_SIZE, SCALE, NESTED_BLOCK,
+                    expert, k, pid_n * BLOCK_N, K, N, BLOCK_K, BLOCK_N, BLOCK_SIZE, SCALE,
                     PACKED == "permute", x_ptr.dtype.element_ty,
                 )  # fmt: skip
             else:
                 w = load_tile(
                     w_ptr, absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, code, values,
-                    expert, pid_n * BLOCK_N, k, N, K, BLOCK_N, BLOCK_K, BLOCK_SIZE, SCALE, NESTED_BLOCK,
+                    expert, pid_n * BLOCK_N, k, N, K, BLOCK_N, BLOCK_K, BLOCK_SIZE, SCALE,
                     PACKED == "permute", x_ptr.dtype.element_ty,
                 )  # fmt: skip
                 w = tl.trans(w)
@@ -332,7 +332,7 @@ def _moe_lora_fwd_rows_kernel(
     bias_ptr, stride_ce, stride_cn,  # (E, N), if HAS_BIAS
     y_ptr,  # (R, N), rows of pairs; in sorted order if Y_GROUPED
     scaling, E, K, N, top_k, num_m,
-    PACKED: tl.constexpr, BLOCK_SIZE: tl.constexpr, SCALE: tl.constexpr, NESTED_BLOCK: tl.constexpr,
+    PACKED: tl.constexpr, BLOCK_SIZE: tl.constexpr, SCALE: tl.constexpr,
     X_GROUPED: tl.constexpr, Y_GROUPED: tl.constexpr, W_BY_ROW: tl.constexpr, LORA: tl.constexpr,
     HAS_BIAS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
@@ -366,7 +366,7 @@ def _moe_lora_fwd_rows_kernel(
                 w_ptr, stride_we, stride_wk, stride_wn, w_desc,
                 absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, code_ptr, a_ptr, stride_ae, stride_ar, stride_ak,
                 b_ptr, stride_be, stride_bn, stride_br, u_ptr, bias_ptr, stride_ce, stride_cn, y_ptr,
-                scaling, K, N, top_k, PACKED, BLOCK_SIZE, SCALE, NESTED_BLOCK, X_GROUPED, Y_GROUPED, W_BY_ROW, LORA, HAS_BIAS, ACC, PRECISION, EVEN_K,
+                scaling, K, N, top_k, PACKED, BLOCK_SIZE, SCALE, X_GROUPED, Y_GROUPED, W_BY_ROW, LORA, HAS_BIAS, ACC, PRECISION, EVEN_K,
                 SMALL_M, BLOCK_N, BLOCK_K, r, RANK, BLOCK_R,
             )  # fmt: skip
         else:
@@ -375,7 +375,7 @@ def _moe_lora_fwd_rows_kernel(
                 w_ptr, stride_we, stride_wk, stride_wn, w_desc,
                 absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, code_ptr, a_ptr, stride_ae, stride_ar, stride_ak,
                 b_ptr, stride_be, stride_bn, stride_br, u_ptr, bias_ptr, stride_ce, stride_cn, y_ptr,
-                scaling, K, N, top_k, PACKED, BLOCK_SIZE, SCALE, NESTED_BLOCK, X_GROUPED, Y_GROUPED, W_BY_ROW, LORA, HAS_BIAS, ACC, PRECISION, EVEN_K,
+                scaling, K, N, top_k, PACKED, BLOCK_SIZE, SCALE, X_GROUPED, Y_GROUPED, W_BY_ROW, LORA, HAS_BIAS, ACC, PRECISION, EVEN_K,
                 BLOCK_M, BLOCK_N, BLOCK_K, r, RANK, BLOCK_R,
             )  # fmt: skip
 

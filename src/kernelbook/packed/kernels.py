@@ -19,9 +19,13 @@ Elsewhere, and for float32 and float64, the values are looked up with ``tl.gathe
 
 import re
 
+from kernelbook import packed
+
 # isort: split
 import triton
 import triton.language as tl
+
+NESTED_BLOCK = tl.constexpr(packed.NESTED_BLOCK)
 
 # $0 to $3: the pairs. $4: a word. $5 and $6: the scale's two halves, each twice. $7 to $10 and $11 to $14: the table.
 _LOOK_UP = """
@@ -232,7 +236,9 @@ def twice_rounded(value, scale, offset):
 def from_e8m0(stored):
     """Powers of two (uint8) in float32; 255 is NaN."""
     stored = stored.to(tl.int32)
-    power = tl.maximum(stored << 23, 0x400000).to(tl.float32, bitcast=True)  # 0 is 2^-127, which has no exponent of its own
+    power = tl.maximum(stored << 23, 0x400000).to(
+        tl.float32, bitcast=True
+    )  # 0 is 2^-127, which has no exponent of its own
     return tl.where(stored == 255, float("nan"), power)
 
 
@@ -240,7 +246,9 @@ def from_e8m0(stored):
 def from_e4m3(stored):
     """e4m3 without a sign (uint8) in float32; 127 is NaN."""
     stored = stored.to(tl.int32)
-    value = (stored << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120: its bits in their places, but the bias
+    value = (stored << 20).to(
+        tl.float32, bitcast=True
+    ) * 1.329227995784916e36  # 2^120: its bits in their places, but the bias
     return tl.where(stored == 127, float("nan"), value)
 
 
@@ -248,9 +256,12 @@ def from_e4m3(stored):
 def block_scale(
     block0, blocks, mask,
     absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr,
-    SCALE: tl.constexpr, NESTED_BLOCK: tl.constexpr,
+    SCALE: tl.constexpr,
 ):  # fmt: skip
-    """The scales of the blocks block0 (64-bit) + blocks (32-bit), in float32; zero where there is none (``mask``)."""
+    """The scales of the blocks block0 (64-bit) + blocks (32-bit), in float32; zero where there is none (``mask``).
+
+    But of e8m0, which has no zero: there elements are.
+    """
     nothing: tl.constexpr = None if mask is None else 0
     stored = tl.load(absmax_ptr + block0 + blocks, mask=mask, other=nothing)
     if SCALE == "float32":
@@ -273,7 +284,7 @@ def load_tile(
     code, values,
     matrix, row0, col0, rows, cols,
     ROWS: tl.constexpr, COLS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, SCALE: tl.constexpr, NESTED_BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, SCALE: tl.constexpr,
     PERMUTE: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """A tile (ROWS, COLS) in ``dtype`` of the ``matrix``-th of matrices (rows, cols), from (row0, col0); zero outside.
@@ -293,7 +304,7 @@ def load_tile(
     mask = (offs_r < rows - row0) & (offs_c < cols - col0)
     scale = block_scale(
         block0, (within + offs) // BLOCK_SIZE, mask,
-        absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, SCALE, NESTED_BLOCK,
+        absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, SCALE,
     )[:, :, None]  # fmt: skip
     offs_w = (offs // 8)[:, :, None] + tl.arange(0, GROUP // 8)[None, None, :]
     word = tl.load(packed_ptr + element0 // 8 + offs_w, mask=mask[:, :, None], other=0)  # (ROWS, GROUPS, GROUP / 8)

@@ -23,7 +23,7 @@ import triton.experimental.gluon.language as gl
 import triton.language as tl  # whose barrier has one name in every version
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from kernelbook.packed.kernels import lookup, scaled_table, twice_rounded
+from kernelbook.packed.kernels import NESTED_BLOCK, from_e4m3, from_e8m0, lookup, scaled_table, twice_rounded
 from kernelbook.packed.kernels_nvidia import _bases, _fill_pairs, _looked_up
 from kernelbook.tiles import grouped
 
@@ -39,10 +39,10 @@ def _decode(words, scale, code, smem, dtype: gl.constexpr, ROWS: gl.constexpr, C
 
 
 @gluon.jit
-def _stored_scale(block0, blocks, mask, absmax_ptr, nested_absmax_ptr, SCALE: gl.constexpr, NESTED_BLOCK: gl.constexpr):
+def _stored_scale(block0, blocks, mask, absmax_ptr, nested_absmax_ptr, SCALE: gl.constexpr):
     """What there is to load for a scale, long before it is used: the stored value, and what scales it in turn."""
     stored = gl.load(absmax_ptr + block0 + blocks, mask=mask, other=0)
-    if SCALE == "float32":
+    if SCALE == "float32" or SCALE == "e8m0":
         return stored, stored
     nested0 = block0 // NESTED_BLOCK
     within = (block0 - nested0 * NESTED_BLOCK).to(gl.int32)
@@ -54,6 +54,10 @@ def _scale(parts, nested_code_ptr, offset, SCALE: gl.constexpr):
     stored, nested = parts
     if SCALE == "float32":
         return stored
+    if SCALE == "e8m0":
+        return from_e8m0(stored)
+    if SCALE == "e4m3":
+        return from_e4m3(stored) * nested
     return twice_rounded(gl.load(nested_code_ptr + stored.to(gl.int32)), nested, offset)
 
 
@@ -87,7 +91,7 @@ def _tile(
     y_ptr, N, K, top_k,
     X_GROUPED: gl.constexpr, Y_GROUPED: gl.constexpr, BY_ROW: gl.constexpr,
     r: gl.constexpr, RANK: gl.constexpr, HAS_BIAS: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, SCALE: gl.constexpr, NESTED_BLOCK: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, SCALE: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, PREFETCH: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
@@ -148,7 +152,7 @@ def _tile(
     for i in gl.static_range(16):
         code += (gl.load(code_ptr + i),)
     offset = 0.0
-    if SCALE != "float32":
+    if SCALE == "nested":
         offset = gl.load(nested_offset_ptr)
     for s in gl.static_range(PREFETCH):
         mask = gl.expand_dims((offs_r + s * row_of_step < N) & (offs_c + s * col_of_step < K), 2)
@@ -165,7 +169,7 @@ def _tile(
     for s in gl.static_range(3):
         inside = (offs_r + s * row_of_step < N) & (offs_c + s * col_of_step < K)
         blocks = (within + (offs_r + s * row_of_step) * K + offs_c + s * col_of_step) // BLOCK_SIZE
-        scales += (_stored_scale(block0, blocks, inside, absmax_ptr, nested_absmax_ptr, SCALE, NESTED_BLOCK),)
+        scales += (_stored_scale(block0, blocks, inside, absmax_ptr, nested_absmax_ptr, SCALE),)
     async_copy.wait_group(STAGES - 2)
     words = ring.index(0).load(words_layout)
     _decode(words, _scale(scales[0], nested_code_ptr, offset, SCALE), code, w_smem.index(0), dtype, ROWS, COLS)
@@ -213,7 +217,7 @@ def _tile(
         at = i + 3
         inside = (offs_r + at * row_of_step < N) & (offs_c + at * col_of_step < K)
         blocks = (within + (offs_r + at * row_of_step) * K + offs_c + at * col_of_step) // BLOCK_SIZE
-        stored2, nested2 = _stored_scale(block0, blocks, inside, absmax_ptr, nested_absmax_ptr, SCALE, NESTED_BLOCK)
+        stored2, nested2 = _stored_scale(block0, blocks, inside, absmax_ptr, nested_absmax_ptr, SCALE)
         _decode(words, scale, code, w_smem.index((i + 1) % 3), dtype, ROWS, COLS)
         acc = warpgroup_mma_wait(1, deps=[token])
     acc = warpgroup_mma_wait(0, deps=[acc])
@@ -243,7 +247,7 @@ def _many_rows_kernel(
     E, M, N, K, top_k, num_m,
     X_GROUPED: gl.constexpr, Y_GROUPED: gl.constexpr, BY_ROW: gl.constexpr,
     r: gl.constexpr, RANK: gl.constexpr, HAS_BIAS: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, SCALE: gl.constexpr, NESTED_BLOCK: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, SCALE: gl.constexpr,
     BLOCK_M: gl.constexpr, HALVES: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     PREFETCH: gl.constexpr, WARPS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
@@ -275,7 +279,7 @@ def _many_rows_kernel(
                     packed_ptr, absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, code_ptr,
                     b_ptr, stride_be, stride_bn, stride_br, u_ptr, bias_ptr, stride_ce, stride_cn,
                     y_ptr, N, K, top_k, X_GROUPED, Y_GROUPED, BY_ROW, r, RANK, HAS_BIAS,
-                    BLOCK_SIZE, SCALE, NESTED_BLOCK, BLOCK_M >> h, BLOCK_N, BLOCK_K, STAGES, PREFETCH, WARPS,
+                    BLOCK_SIZE, SCALE, BLOCK_M >> h, BLOCK_N, BLOCK_K, STAGES, PREFETCH, WARPS,
                 )  # fmt: skip
 
 
@@ -344,7 +348,7 @@ def _some_rows_kernel(
     y_ptr,  # (M, N)
     sums_ptr, tickets_ptr,  # (tiles, SPLIT_K, ROWS, BLOCK_M) float32, (tiles,) zero before and after; if SPLIT_K > 1
     E, M, N, K,
-    BLOCK_SIZE: gl.constexpr, SCALE: gl.constexpr, NESTED_BLOCK: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, SCALE: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr, SPLIT_K: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """M <= BLOCK_M rows, with a tile of 16 rows of W a warp, which stay in registers.
@@ -414,11 +418,11 @@ def _some_rows_kernel(
         scales += (
             _stored_scale(
                 block0, (first_s + s * STEP) // BLOCK_SIZE, s_k < length - s * STEP,
-                absmax_ptr, nested_absmax_ptr, SCALE, NESTED_BLOCK,
+                absmax_ptr, nested_absmax_ptr, SCALE,
             ),
         )  # fmt: skip
     offset = 0.0
-    if SCALE != "float32":
+    if SCALE == "nested":
         offset = gl.load(nested_offset_ptr)
     begin = _fill_pairs(code_ptr, dtype, WARPS)
     _store_x(x_smem.index(0), x, R)
@@ -456,7 +460,7 @@ def _some_rows_kernel(
             scales[1],
             _stored_scale(
                 block0, (first_s + (i + 2) * STEP) // BLOCK_SIZE, s_k < left_k - 2 * STEP,
-                absmax_ptr, nested_absmax_ptr, SCALE, NESTED_BLOCK,
+                absmax_ptr, nested_absmax_ptr, SCALE,
             ),
         )  # fmt: skip
         word_ptrs += STEP // 8

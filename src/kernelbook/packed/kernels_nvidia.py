@@ -29,10 +29,7 @@ import triton.experimental.gluon.language as gl
 import triton.language as tl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from kernelbook.packed import NESTED_BLOCK as _NESTED_BLOCK
 from kernelbook.packed.kernels import bits, block_scale, decoded, halves, table
-
-NESTED_BLOCK = gl.constexpr(_NESTED_BLOCK)
 
 
 @gluon.constexpr_function
@@ -66,7 +63,7 @@ def _load(
     words = gl.load(word_ptrs + at // 8, mask=gl.expand_dims(inside, 3), other=0, cache_modifier=".cg")
     scale = block_scale(
         block0, (elements + at) // BLOCK_SIZE, inside,
-        absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, SCALE, NESTED_BLOCK,
+        absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, SCALE,
     )  # fmt: skip
     return words, scale
 
@@ -289,7 +286,7 @@ def _sums_layout(warps, rows, halves, tokens):
 def _load_step(
     k, length, word_ptrs, ok_w, k_w, ok_s, first_s, k_s, K,
     absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, block0,
-    EVEN: gl.constexpr, BLOCK_SIZE: gl.constexpr, SCALE: gl.constexpr, NESTED_BLOCK: gl.constexpr,
+    EVEN: gl.constexpr, BLOCK_SIZE: gl.constexpr, SCALE: gl.constexpr,
     CHUNK: gl.constexpr, CHUNKS: gl.constexpr,
 ):  # fmt: skip
     """A step's words and their blocks' scales."""
@@ -306,7 +303,7 @@ def _load_step(
         scales += (
             block_scale(
                 block0, (first_s + at) // BLOCK_SIZE, mask_s,
-                absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, SCALE, NESTED_BLOCK,
+                absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, SCALE,
             ),
         )  # fmt: skip
     return words, scales
@@ -340,7 +337,7 @@ def _one_matrix_kernel(
     y_ptr,  # (M, N)
     E, M, N, K,
     groups,  # of ROWS rows of W, in a program
-    EVEN: gl.constexpr, BLOCK_SIZE: gl.constexpr, SCALE: gl.constexpr, NESTED_BLOCK: gl.constexpr,
+    EVEN: gl.constexpr, BLOCK_SIZE: gl.constexpr, SCALE: gl.constexpr,
     BLOCK_M: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr, SPLIT_K: gl.constexpr,
     CHUNKS: gl.constexpr, PREFETCH: gl.constexpr,
 ):  # fmt: skip
@@ -415,7 +412,7 @@ def _one_matrix_kernel(
         first_words, first_scales = _load_step(
             d * STEP, length, word_ptrs, ok_w, k_w, ok_s, first_s, k_s, K,
             absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, block0,
-            EVEN, BLOCK_SIZE, SCALE, NESTED_BLOCK, CHUNK, CHUNKS,
+            EVEN, BLOCK_SIZE, SCALE, CHUNK, CHUNKS,
         )  # fmt: skip
         words += (first_words,)
         scales += (first_scales,)
@@ -445,7 +442,7 @@ def _one_matrix_kernel(
             new_words, new_scales = _load_step(
                 at + PREFETCH * STEP, length, word_ptrs, ok_w, k_w, ok_s, first_s, k_s, K,
                 absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, block0,
-                EVEN, BLOCK_SIZE, SCALE, NESTED_BLOCK, CHUNK, CHUNKS,
+                EVEN, BLOCK_SIZE, SCALE, CHUNK, CHUNKS,
             )  # fmt: skip
             next_words += (new_words,)
             next_scales += (new_scales,)

@@ -9,7 +9,7 @@ import torch
 from kernelbook import gluon_names, runtime  # before Triton, which it sets up
 from kernelbook.launch import Launch, cdiv, launcher
 from kernelbook.memory import counters, empty
-from kernelbook.packed import NESTED_BLOCK
+from kernelbook.packed import kind_of_scale
 from kernelbook.tensors import strided
 
 try:  # Gluon is experimental: where Triton has changed it, the plain kernels do the work
@@ -38,6 +38,10 @@ class Matrices(NamedTuple):
     def transpose(self, *_: int) -> "Matrices":
         e, k, n = self.shape
         return self._replace(shape=(e, n, k), transposed=not self.transposed)
+
+    @property
+    def kind_of_scale(self) -> str:
+        return kind_of_scale(self.block_size, self.nested[0], self.nested[2])
 
     @property
     def scales(self) -> tuple[torch.Tensor, ...]:
@@ -144,7 +148,7 @@ def split_of_k(n: int, k: int, sms: int) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def plan(
-    rows: int, shape: tuple[int, int, int], by_row: bool, dtype: torch.dtype, block_size: int, nested: bool, *,
+    rows: int, shape: tuple[int, int, int], by_row: bool, dtype: torch.dtype, block_size: int, scale: str, *,
     rank: int, has_bias: bool, x_grouped: bool, y_grouped: bool, routed: bool, properties: runtime.DeviceProperties,
 ) -> Plan | None:  # fmt: skip
     """``None`` where no kernel here takes the problem: on GPUs other than Hopper, in float32, at odd sizes.
@@ -153,6 +157,7 @@ def plan(
         rows: of x, for all matrices together.
         shape: (E, N, K) as stored.
         by_row: the sum is over N.
+        scale: what :func:`kernelbook.packed.kind_of_scale` says.
         rank: of a low-rank product, or 0.
         routed: the rows go to the matrices by a routing; else all to one.
     """
@@ -164,7 +169,7 @@ def plan(
         return None
     mean = rows / min(experts, rows) if routed else rows
     packing: dict[str, Any] = {
-        "BLOCK_SIZE": block_size, "SCALE": "nested" if nested else "float32", "NESTED_BLOCK": NESTED_BLOCK,
+        "BLOCK_SIZE": block_size, "SCALE": scale,
     }  # fmt: skip
     tailored = not properties.same_bits  # to the number of rows
     single = tailored and not routed and block_size >= 64 and not (by_row or rank or has_bias)
@@ -192,7 +197,7 @@ def plan(
         skinny = launcher(
             kernels_nvidia._few_rows_kernel,
             X_GROUPED=x_grouped, Y_GROUPED=y_grouped, EVEN=k % (32 * words * SKINNY["WARPS"]) == 0,
-            HAS_BIAS=has_bias, BLOCK_SIZE=block_size, SCALE=packing["SCALE"], **SKINNY, WORDS=words, PARTS=parts,
+            HAS_BIAS=has_bias, BLOCK_SIZE=block_size, SCALE=scale, **SKINNY, WORDS=words, PARTS=parts,
             num_warps=SKINNY["WARPS"],
         )  # fmt: skip
         return Plan(skinny, "skinny", parts * SKINNY["BLOCK_M"], cdiv(n, SKINNY["ROWS"]), parts)
