@@ -281,20 +281,15 @@ def _nf4_quantize_fwd_kernel(
 
 
 MAX_MATMUL_M = 8  # tokens up to which W is not written to memory
-# Tokens up to which kernels for tensor cores decode W where there are such kernels.
-MAX_PACKED_M = products.SPLIT_K_ROWS
-# Rows of W a multiprocessor from which tiles decoded beside tensor cores are enough: they don't split K.
-PACKED_ROWS = 32
-# Of W, from which filling the table of pairs is worth it: in the gemv, and for more rows.
+# Tokens up to which kernels for tensor cores decode W where there are such kernels, and elements of W from which that is
+# worth it: of few tokens, and of more.
+MAX_PACKED_M = products.HEIGHT_OF_ONE
 PACKED_ELEMENTS, SOME_ELEMENTS = 2**23, 2**22
 
 
-def for_tensor_cores(m: int, n: int, k: int, block_size: int, properties: runtime.DeviceProperties) -> bool:
+def for_tensor_cores(m: int, n: int, k: int) -> bool:
     """Whether a kernel for tensor cores, where there is one, is the right one."""
-    if m <= products.GEMV_ROWS and block_size >= 64:
-        return n * k >= PACKED_ELEMENTS
-    by_pairs = block_size >= 64 and n * k >= SOME_ELEMENTS
-    return 1 < m <= MAX_PACKED_M and (by_pairs or n >= PACKED_ROWS * properties.num_sms)
+    return m <= MAX_PACKED_M and n * k >= (PACKED_ELEMENTS if m <= MAX_MATMUL_M else SOME_ELEMENTS)
 
 
 MATMUL_TOKENS = 8  # of them in one program: x and the sums of a row stay in registers

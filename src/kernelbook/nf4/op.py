@@ -305,7 +305,7 @@ def _plan_matmul(
     same_bits = properties.same_bits  # then one way for any number of rows: through tensor cores, or W made dense
     tensor_cores, launch, grid = None, None, (0, 0)
     some = m * n * num_experts > 0
-    if some and alignment == 0 and (same_bits or kernels.for_tensor_cores(m, n, k, block_size, properties)):
+    if some and alignment == 0 and (same_bits or kernels.for_tensor_cores(m, n, k)):
         tensor_cores = products.plan(
             m, (1, n, k), False, x.dtype, block_size, scale, rank=0, has_bias=False, x_grouped=True, y_grouped=True,
             routed=False, properties=properties,

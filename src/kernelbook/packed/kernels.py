@@ -194,11 +194,8 @@ def halves(pair, dtype: tl.constexpr):
 
 
 @triton.jit
-def decoded(word, scale, values, dtype: tl.constexpr, SCALE: tl.constexpr):
-    """Words (...) and their blocks' scales -> the eight elements of each, (..., 2, 2, 2), the first one at (0, 0, 0).
-
-    The dimensions are in the order in which they arise: the last tells words of four elements, the first pairs' halves.
-    """
+def pairs(word, scale, values, dtype: tl.constexpr, SCALE: tl.constexpr):
+    """Words (...) and their blocks' scales -> four pairs of 16-bit numbers in int32, (...) each."""
     IS_BF16: tl.constexpr = dtype == tl.bfloat16
     if SCALE == "e8m0":
         p0, p1, p2, p3 = tl.inline_asm_elementwise(
@@ -219,6 +216,16 @@ def decoded(word, scale, values, dtype: tl.constexpr, SCALE: tl.constexpr):
             [word, first, second, values[0], values[1], values[2], values[3], values[4], values[5], values[6], values[7]],
             dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
         )  # fmt: skip
+    return p0, p1, p2, p3
+
+
+@triton.jit
+def decoded(word, scale, values, dtype: tl.constexpr, SCALE: tl.constexpr):
+    """Words (...) and their blocks' scales -> the eight elements of each, (..., 2, 2, 2), the first one at (0, 0, 0).
+
+    The dimensions are in the order in which they arise: the last tells words of four elements, the first pairs' halves.
+    """
+    p0, p1, p2, p3 = pairs(word, scale, values, dtype, SCALE)
     lower = tl.join(halves(p0, dtype), halves(p1, dtype))
     return tl.join(lower, tl.join(halves(p2, dtype), halves(p3, dtype)))
 
