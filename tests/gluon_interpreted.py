@@ -31,7 +31,7 @@ from triton.runtime import interpreter
 
 from kernelbook.attention import kernels_hopper, kernels_hopper_128
 from kernelbook.lab.watched_memory import Bounded
-from kernelbook.packed import kernels, kernels_nvidia
+from kernelbook.packed import kernels
 
 # A matrix has fewer than 2^31 elements (``products.plan``), and they are counted from its first one; strides that ``op`` checks.
 BOUNDED = {
@@ -81,7 +81,6 @@ class _Program:
         self.here = _Partition()
         self.partitions = [self.here]
         self.scheduler = threading.Semaphore(0)
-        self.pairs = self.filling = None
         self.number = next(_numbers)
         self.barriers: list[Barrier] = []  # that are not fenced since they were made
 
@@ -425,8 +424,6 @@ def _barrier() -> None:
     for slot in here.fenced:
         slot.visible = slot not in here.stored
     here.fenced = []
-    if _program.filling is not None:
-        _program.pairs, _program.filling = _program.filling, None
 
 
 # --- assembly -------------------------------------------------------------------------------------------------------
@@ -485,18 +482,6 @@ def _table(*values: np.ndarray) -> list[np.ndarray]:
     ]
 
 
-def _fill(pair: np.ndarray, byte: np.ndarray, begin: np.ndarray) -> list[np.ndarray]:
-    _program.filling = np.full(256, -1, np.int32)
-    _program.filling[byte] = pair
-    return [pair]
-
-
-def _look_up(word: np.ndarray, begin: np.ndarray) -> list[np.ndarray]:
-    if _program.pairs is None:
-        raise WrongOrderError("the table of pairs is read before the threads that fill it have met")
-    return [_program.pairs[(word.astype(np.int64) >> 8 * i) & 0xFF] for i in range(4)]
-
-
 def _ask(counter: Any) -> Any:
     """Programs run one after the other: what a counter is not yet, it never becomes."""
     here, asked = _program.here, counter.handle.data.item()
@@ -535,9 +520,6 @@ _ASSEMBLY: dict[str, Callable[..., list[np.ndarray]]] = {
     kernels.DECODE_FP16.value: _decode_scaled,
     kernels.TABLE_FP16.value: _table,
     kernels.LOOKUP.value: lambda words, *tables: [_int32(p) for p in _words(tables, words)],
-    kernels_nvidia.PAIRS.value: lambda program: [np.zeros_like(program)],
-    kernels_nvidia.FILL.value: _fill,
-    kernels_nvidia.LOOK_UP.value: _look_up,
 }
 
 
@@ -549,8 +531,6 @@ def _inline_asm_elementwise(
         return _TURNS[asm](*args)
     data = np.broadcast_arrays(*(arg.handle.data for arg in args))
     scalar = not any(arg.type.is_block() for arg in args)
-    if "bar.warp.sync" in asm:
-        return None
     found = [_tensor(d, tl.int32, scalar) for d in _ASSEMBLY[asm](*data)]
     return tuple(found) if isinstance(dtype, tuple) else found[0]
 
@@ -618,6 +598,8 @@ def _scope(module: Any, sources: tuple[str, ...]) -> dict[str, Any]:
     }  # fmt: skip
     scope = vars(interpreter) | vars(module) | {name: value for name, value in ours.items() if name in vars(module)}
     for name, function in vars(module).items():
+        if isinstance(function, tl.constexpr):
+            scope[name] = function.value
         if isinstance(function, GluonJITFunction):
             if function.__module__ == module.__name__:
                 scope[name] = _rewritten(function, scope)

@@ -335,51 +335,34 @@ def test_matmul_of_few_tokens_by_tensor_cores(shape, block_size, double_quant, d
 
 
 @pytest.mark.parametrize("sms", (16, 78, 114, 132))
-def test_rows_of_one_matrix_are_shared_evenly(sms):
-    """Every row is one program's and no program has more groups than warps for them; multiprocessors work equally long."""
-    warps, rows = products.GEMV["WARPS"], products.GEMV["ROWS"]
-    for n in (8, 1000, 1024, 4096, 5120, 14336, 18432, 28672, 151936):
-        parts, groups = products.gemv_split(n, sms)
-        tiles, programs = -(-n // rows), -(-n // (rows * groups))
-        assert 1 <= groups <= warps // parts and warps % parts == 0
-        assert (programs - 1) * groups < tiles <= programs * groups
-        rounds = -(-programs // sms)
-        assert rounds == max(1, -(-tiles // (warps // parts * sms)))  # no more than there have to be
-        assert parts == 1 or warps // (2 * parts) * sms < tiles or parts == warps
-        if tiles >= 4 * sms:
-            assert tiles > 0.8 * rounds * sms * groups
-
-
-@pytest.mark.parametrize("sms", (16, 78, 114, 132))
 def test_parts_of_k_fill_the_gpu(sms):
     """Twice as many would be more than two programs a multiprocessor, or shorter than a part may be."""
     for n, k in ((8, 64), (2048, 2048), (4096, 4096), (4096, 14336), (8192, 8192), (14336, 4096), (151936, 4096)):
-        parts, tiles = products.split_of_k(n, k, sms), -(-n // 64)
+        parts, tiles = products.split_of_k(n, k, sms), -(-n // products.GEMM_OF_ONE["BLOCK_N"])
         assert parts == 1 or (parts * tiles <= 2 * sms and parts * products.SPLIT_K_LEAST <= k)
         assert 2 * parts * tiles > 2 * sms or 2 * parts * products.SPLIT_K_LEAST > k
 
 
 @pytest.mark.skipif(not gluon_names.USABLE, reason="needs Gluon")
 def test_which_kernel_takes_a_single_matrix(monkeypatch):
-    """On an H100: few rows, some rows, full tiles where W has rows enough, and none where W is made dense."""
+    """Few rows, one tile of more, and none where W is made dense."""
     monkeypatch.setattr(products, "launcher", lambda kernel, **how: None)  # the interpreter has none for Gluon
     properties = runtime.TARGETS["sm_90"]
 
-    def kind(m, n, k, block_size=64):
-        if not kernels.for_tensor_cores(m, n, k, block_size, properties):
+    def kind(m, n, k, block_size, scale):
+        if not kernels.for_tensor_cores(m, n, k):
             return None
         how = {"rank": 0, "has_bias": False, "x_grouped": True, "y_grouped": True, "routed": False}
         return products.plan.__wrapped__(
-            m, (1, n, k), False, torch.bfloat16, block_size, "nested", **how, properties=properties
+            m, (1, n, k), False, torch.bfloat16, block_size, scale, **how, properties=properties
         ).kind
 
-    for n, k in ((14336, 4096), (4096, 4096), (4096, 14336)):
-        few = "gemv" if n * k >= products.GEMV_MORE_ELEMENTS else "split_k"
-        assert [kind(m, n, k) for m in (1, 8, 9, 16, 17, 32)] == ["gemv", "gemv", few, few, "split_k", "split_k"]
-        assert [kind(m, n, k) for m in (33, 63, 64)] == ["split_k", "split_k", "gemm" if n > 4224 else "split_k"]
-        assert kind(65, n, k) is None and kind(9, n, k, 32) == (None if n < 4224 else "gemm")
-    assert [kind(m, 2048, 2048) for m in (8, 9, 64)] == [None, "split_k", "split_k"]
-    assert kind(16, 1024, 2048) is None
+    for format in ((64, "nested"), (32, "e8m0"), (16, "e4m3")):
+        for n, k in ((14336, 4096), (4096, 4096), (4096, 14336)):
+            assert [kind(m, n, k, *format) for m in (1, 8, 16)] == ["skinny"] * 3
+            assert [kind(m, n, k, *format) for m in (17, 64, 128, 129)] == ["gemm", "gemm", "gemm", None]
+        assert [kind(m, 2048, 2048, *format) for m in (8, 9, 64)] == [None, "skinny", "gemm"]
+        assert kind(16, 1024, 2048, *format) is None
 
 
 def test_matmul_takes_batches_and_nothing():
