@@ -683,7 +683,9 @@ nf4_quantize(torch.zeros(2, 1024, dtype=torch.bfloat16))
             assert "st.global.v4.b32" in kernel.asm["ptx"]
         if kernel.constants.get("SCALE") == "nested":
             fused = [line for line in kernel.asm["ptx"].splitlines() if "fma.rn.f32" in line]
-            assert all(line.rstrip(";").endswith("0f00000000") for line in fused), fused  # a product, with nothing added
+            assert all(line.rstrip(";").endswith("0f00000000") for line in fused), (
+                fused
+            )  # a product, with nothing added
 
 
 @pytest.mark.gpu

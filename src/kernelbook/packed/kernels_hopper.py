@@ -4,13 +4,14 @@ W is the left operand of the tensor cores' instruction (``wgmma``), and the rows
 which the instruction takes any multiple of 8 up to 256. So a tile can have as many rows as an expert has, up to 256 (half or
 a quarter of that where it is enough), and each element of W is decoded once for all of them. A thread reads 32 or 64 elements that lie side by side and have one scale. It multiplies the sixteen
 values with the scale, in float32, and rounds them: then every element is a look-up, and is what ``nf4_dequantize`` gives,
-bit for bit.
+bit for bit. Elements of MXFP4 and NVFP4 need no look-up (``packed/kernels.py``); the scale multiplies them.
 
     step i:  start the products of tile i  |  copy x and words of later tiles, decode tile i + 1  |  wait for tile i - 1
 
 Three tiles of W lie in shared memory: one is read, one waits to be read, one is written; the same threads that decode
 start the products. Words are on their way for STAGES + PREFETCH - 2 steps. The sum is over K, or over N for gradients of x
-(BY_ROW): then tensor cores read the tile transposed.
+(BY_ROW): then tensor cores read the tile transposed. The few tiles of a single matrix are shared by programs that have a part
+of K each (SPLIT_K): the last one to end adds up what they have, in the order of the parts.
 
 Needs x and W as ``products.plan`` says: 16-bit numbers, aligned rows, K a multiple of 64.
 """

@@ -1,26 +1,18 @@
 """Few rows times 4-bit matrices, in Gluon: each warp decodes what it multiplies with, and keeps it in registers.
 
-In both kernels W is the left operand of the tensor cores' instruction (``mma.sync``), which has 16 rows; the tokens are the
-columns of the right one, of which it has 8. A lane reads one to four words of a row side by side, of eight elements each. The tensor cores may sum over
-K in any order, as long as both operands have it: so these elements are just those that the instruction wants from this
-lane, and nothing goes through shared memory. The warps of a program share the sum over K. At the end they add up what they
-have, always in the same order.
+W is the left operand of the tensor cores' instruction (``mma.sync``), which has 16 rows; the tokens are the columns of the
+right one, of which it has 8. A lane reads up to four words of a row side by side, of eight elements each. The tensor cores
+may sum over K in any order, as long as both operands have it: so these elements are just those that the instruction wants
+from this lane, and nothing goes through shared memory. The warps of a program share the sum over K. At the end they add up
+what they have, always in the same order. No warp waits for another before.
 
-The values are looked up in the dtype of x; the scale of a block multiplies, in float32, the sums over the block. (With
-blocks of 16 it multiplies elements, since the instruction sums over more than one block.)
+    load the words of DEPTH groups  |  group i:  load its x and the words of group i + DEPTH, decode, multiply
+
+A lane's words have one scale, which multiplies the elements: then the instruction may sum over many blocks, and the same
+lines serve blocks of any size.
 
 Bytes: W once, x from the L1 cache for each ROWS rows of W. Needs GPUs with ``mma.sync`` for 16-bit numbers (sm_80 and
 later), x of 16 bits with aligned rows, K in multiples of 64. No low-rank product: it is left to ``kernels_hopper``.
-
-``_few_rows_kernel`` is for the rows that a routing brings to many matrices: a program for each of their tiles, values
-looked up by byte permutation. ``_one_matrix_kernel`` is for one matrix. Each of its warps stays with sixteen rows and a part
-of K, and no warp waits for another between filling the table and the end:
-
-    load the words of PREFETCH steps, fill the table  |  step i:  look up its words, multiply, load those of step i + PREFETCH
-
-Each byte, two elements, is looked up in a table of 256 pairs in shared memory, of which each lane of a warp has a copy: 32
-lanes never ask one bank twice. That costs three instructions for two elements, where byte permutation takes five, and
-those at half the rate.
 """
 
 # isort: split
