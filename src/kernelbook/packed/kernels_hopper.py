@@ -280,16 +280,17 @@ def _tile(
     if SPLIT_K > 1:
         offs = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, mma))[:, None] * BLOCK_M
         offs += gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, mma))[None, :]
-        sums_ptr += pid_n * (SPLIT_K * BLOCK_N * BLOCK_M)
+        tickets_ptr += gl.program_id(0)
+        sums_ptr += gl.program_id(0) * (SPLIT_K * BLOCK_N * BLOCK_M)
         gl.store(sums_ptr + gl.program_id(1) * (BLOCK_N * BLOCK_M) + offs, acc)
         # All threads' stores come before the ticket. The last program of a tile adds up, in the order of the parts.
         tl.debug_barrier()
-        is_last = gl.atomic_add(tickets_ptr + pid_n, 1, sem="acq_rel") == SPLIT_K - 1
+        is_last = gl.atomic_add(tickets_ptr, 1, sem="acq_rel") == SPLIT_K - 1
         if is_last:
             acc = gl.load(sums_ptr + offs, cache_modifier=".cg")
             for p in gl.static_range(1, SPLIT_K):
                 acc += gl.load(sums_ptr + p * (BLOCK_N * BLOCK_M) + offs, cache_modifier=".cg")
-            gl.store(tickets_ptr + pid_n, 0)
+            gl.store(tickets_ptr, 0)
     if is_last:
         _store_tile(acc, expert, first, rows, n0, order_ptr, bias_ptr, y_ptr, width, Y_GROUPED, BLOCK_M, BLOCK_N)
 
@@ -309,7 +310,7 @@ def _many_rows_kernel(
     BLOCK_SIZE: gl.constexpr, SCALE: gl.constexpr,
     BLOCK_M: gl.constexpr, HALVES: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, SPLIT_K: gl.constexpr,
 ):  # fmt: skip
-    """A tile has BLOCK_M rows, or half or a quarter of them (HALVES) where that is enough. SPLIT_K > 1: of a single tile."""
+    """A tile has BLOCK_M rows, or half or a quarter of them (HALVES) where that is enough; with SPLIT_K > 1 never."""
     across = gl.cdiv(K if BY_ROW else N, BLOCK_N)
     pid_m, pid_n = grouped(gl.program_id(0), gl.num_programs(0) // across, across, GROUP)
     if routing_ptr is None:

@@ -192,8 +192,9 @@ def multiply(
         return
     sums, tickets = None, None
     if plan.parts > 1:
-        sums = empty((plan.across * GEMM_OF_ONE["BLOCK_N"], plan.parts * plan.height), torch.float32, x)
-        tickets = counters(plan.across, x.device)
+        tiles = num_m * plan.across
+        sums = empty((tiles * GEMM_OF_ONE["BLOCK_N"], plan.parts * plan.height), torch.float32, x)
+        tickets = counters(tiles, x.device)
     plan.launch(
         (num_m * plan.across, plan.parts),
         lists, tiles_at, expert, x, x.stride(0), words, *w.scales, *strided(b, 3), u, bias, y, sums, tickets,
