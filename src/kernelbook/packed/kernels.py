@@ -272,17 +272,20 @@ def block_scale(
     nothing: tl.constexpr = None if mask is None else 0
     stored = tl.load(absmax_ptr + block0 + blocks, mask=mask, other=nothing)
     if SCALE == "float32":
-        return stored
-    if SCALE == "e8m0":
-        return from_e8m0(stored)
-    nested0 = block0 // NESTED_BLOCK
-    within = (block0 - nested0 * NESTED_BLOCK).to(tl.int32)
-    scale = tl.load(nested_absmax_ptr + nested0 + (within + blocks) // NESTED_BLOCK, mask=mask, other=nothing)
-    if SCALE == "e4m3":
-        return from_e4m3(stored) * scale
-    value = tl.load(nested_code_ptr + stored.to(tl.int32), mask=mask, other=nothing)
-    value = twice_rounded(value, scale, tl.load(nested_offset_ptr))
-    return value if mask is None else tl.where(mask, value, 0.0)
+        value = stored
+    elif SCALE == "e8m0":
+        value = from_e8m0(stored)
+    else:
+        nested0 = block0 // NESTED_BLOCK
+        within = (block0 - nested0 * NESTED_BLOCK).to(tl.int32)
+        scale = tl.load(nested_absmax_ptr + nested0 + (within + blocks) // NESTED_BLOCK, mask=mask, other=nothing)
+        if SCALE == "e4m3":
+            value = from_e4m3(stored) * scale
+        else:
+            value = tl.load(nested_code_ptr + stored.to(tl.int32), mask=mask, other=nothing)
+            value = twice_rounded(value, scale, tl.load(nested_offset_ptr))
+            value = value if mask is None else tl.where(mask, value, 0.0)
+    return value
 
 
 @triton.jit
