@@ -176,7 +176,8 @@ def swap(
             models run on :func:`kernelbook.rms_norm`.
         attention: ``torch.nn.MultiheadAttention`` runs :func:`kernelbook.flash_attention` where a call needs no weights, no
             dropout and no mask but the causal one. Other calls stay PyTorch's.
-        same_bits: results depend on no other row of the batch, see above. Take it with all the others.
+        same_bits: results depend on no other row of the batch, see above. Take it with all the others. On a CPU the model's
+            own activations are PyTorch's, which round a width that is no multiple of 32 differently in different rows.
         quiet: print nothing.
 
     Returns:
