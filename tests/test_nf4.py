@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import io
+import itertools
 import math
 import pickle
 import sys
@@ -343,26 +344,58 @@ def test_parts_of_k_fill_the_gpu(sms):
         assert 2 * parts * tiles > 2 * sms or 2 * parts * products.SPLIT_K_LEAST > k
 
 
-@pytest.mark.skipif(not gluon_names.USABLE, reason="needs Gluon")
-def test_which_kernel_takes_a_single_matrix(monkeypatch):
-    """Few rows, one tile of more, and none where W is made dense."""
-    monkeypatch.setattr(products, "launcher", lambda kernel, **how: None)  # the interpreter has none for Gluon
-    properties = runtime.TARGETS["sm_90"]
+@pytest.fixture
+def plan_of_one(monkeypatch):
+    """Plans of a single matrix on an H200, of kernels that the interpreter has no launcher for."""
+    monkeypatch.setattr(products, "launcher", lambda kernel, **how: how)
 
-    def kind(m, n, k, block_size, scale):
-        if not kernels.for_tensor_cores(m, n, k):
-            return None
+    def plan(m, n, k, block_size, scale):
         how = {"rank": 0, "has_bias": False, "x_grouped": True, "y_grouped": True, "routed": False}
         return products.plan.__wrapped__(
-            m, (1, n, k), False, torch.bfloat16, block_size, scale, **how, properties=properties
-        ).kind
+            m, (1, n, k), False, torch.bfloat16, block_size, scale, **how, properties=runtime.TARGETS["sm_90"]
+        )
 
-    for format in ((64, "nested"), (32, "e8m0"), (16, "e4m3")):
+    return plan
+
+
+KINDS_OF_SCALES = ((64, "float32"), (64, "nested"), (32, "e8m0"), (16, "e4m3"))
+
+
+@pytest.mark.skipif(not gluon_names.USABLE, reason="needs Gluon")
+def test_which_kernel_takes_a_single_matrix(plan_of_one):
+    """Few rows, one row of tiles, tiles that fill the GPU, and none where W is made dense."""
+
+    def kind(m, n, k, *format):
+        plan = plan_of_one(m, n, k, *format) if kernels.for_tensor_cores(m, n, k) else None
+        return plan and plan.kind
+
+    for format in KINDS_OF_SCALES:
+        more = None if format[1] == "e4m3" else "gemm"
         for n, k in ((14336, 4096), (4096, 4096), (4096, 14336)):
             assert [kind(m, n, k, *format) for m in (1, 8, 16)] == ["skinny"] * 3
-            assert [kind(m, n, k, *format) for m in (17, 64, 128, 129)] == ["gemm", "gemm", "gemm", None]
+            assert [kind(m, n, k, *format) for m in (17, 64, 128)] == ["gemm"] * 3
+            assert [kind(m, n, k, *format) for m in (129, 512, 513)] == 2 * [more if n == 14336 else None] + [None]
         assert [kind(m, 2048, 2048, *format) for m in (8, 9, 64)] == [None, "skinny", "gemm"]
         assert kind(16, 1024, 2048, *format) is None
+
+
+@pytest.mark.skipif(not gluon_names.USABLE, reason="needs Gluon")
+def test_parts_of_k_have_one_row_of_tiles(plan_of_one):
+    """More rows than a tile has never share K: workspace and tickets are those of one row of tiles."""
+    shared = []
+    for format, m, n, k in itertools.product(
+        KINDS_OF_SCALES, (17, 64, 128, 129, 512), (1024, 4096, 14336), (2048, 14336)
+    ):
+        plan = plan_of_one(m, n, k, *format)
+        if plan is not None and plan.launch["SPLIT_K"] > 1:
+            assert m <= plan.height
+            shared.append(plan)
+    assert shared, "some do share K"
+    x, y = torch.zeros(shared[0].height + 1, 2048), torch.zeros(shared[0].height + 1, 1024)
+    code, none = torch.zeros(16), (None, None, None)
+    w = products.Matrices(torch.zeros(1024 * 1024, dtype=torch.uint8), code, code, none, 64, (1, 2048, 1024))
+    with pytest.raises(ValueError, match="parts of K are for one row of tiles, got 2"):
+        products.multiply_one(shared[0], x, w, 0, y)
 
 
 def test_matmul_takes_batches_and_nothing():

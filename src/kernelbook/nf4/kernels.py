@@ -20,7 +20,6 @@ strided packed bytes.
 """
 
 from kernelbook import runtime  # before Triton, which it sets up
-from kernelbook.packed import products
 from kernelbook.packed.kernels import NESTED_BLOCK, block_scale, from_e4m3, from_e8m0
 
 # isort: split
@@ -281,15 +280,13 @@ def _nf4_quantize_fwd_kernel(
 
 
 MAX_MATMUL_M = 8  # tokens up to which W is not written to memory
-# Tokens up to which kernels for tensor cores decode W where there are such kernels, and elements of W from which that is
-# worth it: of few tokens, and of more.
-MAX_PACKED_M = products.HEIGHT_OF_ONE
+# Elements of W from which kernels for tensor cores decode it, where there are such kernels: for few tokens, and for more.
 PACKED_ELEMENTS, SOME_ELEMENTS = 2**23, 2**22
 
 
 def for_tensor_cores(m: int, n: int, k: int) -> bool:
-    """Whether a kernel for tensor cores, where there is one, is the right one."""
-    return m <= MAX_PACKED_M and n * k >= (PACKED_ELEMENTS if m <= MAX_MATMUL_M else SOME_ELEMENTS)
+    """Whether W is large enough for a kernel for tensor cores, if :func:`kernelbook.packed.products.plan` has one."""
+    return n * k >= (PACKED_ELEMENTS if m <= MAX_MATMUL_M else SOME_ELEMENTS)
 
 
 MATMUL_TOKENS = 8  # of them in one program: x and the sums of a row stay in registers

@@ -10,8 +10,8 @@ bit for bit. Elements of MXFP4 and NVFP4 need no look-up (``packed/kernels.py``)
 
 Three tiles of W lie in shared memory: one is read, one waits to be read, one is written; the same threads that decode
 start the products. Words are on their way for STAGES + PREFETCH - 2 steps. The sum is over K, or over N for gradients of x
-(BY_ROW): then tensor cores read the tile transposed. The few tiles of a single matrix are shared by programs that have a part
-of K each (SPLIT_K): the last one to end adds up what they have, in the order of the parts.
+(BY_ROW): then tensor cores read the tile transposed. The few tiles of a single matrix, where one is high enough for all rows,
+are shared by programs that have a part of K each (SPLIT_K): the last one to end adds up what they have, in the order of the parts.
 
 Needs x and W as ``products.plan`` says: 16-bit numbers, aligned rows, K a multiple of 64.
 """
@@ -169,7 +169,9 @@ def _tile(
     width = K if BY_ROW else N
     n0 = pid_n * BLOCK_N
     steps = gl.cdiv(length, BLOCK_K * SPLIT_K)
-    k0 = gl.program_id(1) * steps * BLOCK_K
+    k0 = 0  # a constant without parts: it takes no part in the loop's addresses
+    if SPLIT_K > 1:
+        k0 = gl.program_id(1) * steps * BLOCK_K
 
     # Where this program's rows of x lie. Tokens that are not there get the last one's, and are not stored.
     offs_t = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, x_layout))
@@ -311,6 +313,7 @@ def _many_rows_kernel(
     BLOCK_M: gl.constexpr, HALVES: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, SPLIT_K: gl.constexpr,
 ):  # fmt: skip
     """A tile has BLOCK_M rows, or half or a quarter of them (HALVES) where that is enough; with SPLIT_K > 1 never."""
+    gl.static_assert(SPLIT_K == 1 or (r == 0 and HALVES == 0))
     across = gl.cdiv(K if BY_ROW else N, BLOCK_N)
     pid_m, pid_n = grouped(gl.program_id(0), gl.num_programs(0) // across, across, GROUP)
     if routing_ptr is None:

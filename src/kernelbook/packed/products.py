@@ -66,9 +66,7 @@ HEIGHTS = (16, 32, 128, 256)  # of the tiles that a routing has to list
 # With so few rows a matrix and without a low-rank product each warp keeps what it decodes in registers.
 SKINNY_ROWS = 6.0
 SKINNY = {"BLOCK_M": 8, "ROWS": 32, "DEPTH": 1, "WARPS": 4}
-# So do the warps of a single matrix, up to so many rows; they are more, as there are fewer programs.
-SKINNY_ROWS_OF_ONE = 16
-SKINNY_OF_ONE = {"ROWS": 32, "DEPTH": 1, "WARPS": 8}
+SKINNY_ROWS_OF_ONE = 16  # so do the warps of a single matrix, up to so many rows: see `few_of_one`
 # Otherwise tiles are decoded beside the tensor cores, up to so many rows a matrix in these tiles. HALVES is how many times a
 # tile may be halved where that is enough.
 GEMM = (
@@ -76,10 +74,13 @@ GEMM = (
     (64.0, {"BLOCK_M": 128, "HALVES": 2, "BLOCK_N": 64, "BLOCK_K": 64}),
     (float("inf"), {"BLOCK_M": 256, "HALVES": 2, "BLOCK_N": 128, "BLOCK_K": 64}),
 )
-# A single matrix has one row of tiles, up to so high, whose programs share K.
+# A single matrix up to so many rows has one row of tiles, low and narrow, whose programs share K.
 HEIGHT_OF_ONE = 128
-GEMM_OF_ONE = {"HALVES": 0, "BLOCK_N": 128, "BLOCK_K": 64}
+GEMM_OF_ONE = {"HALVES": 0, "BLOCK_N": 64, "BLOCK_K": 64}
 SPLIT_K_LEAST = 512  # of a part, at least
+# Up to so many rows the highest tiles are faster than a dense W, where they fill the GPU and a scale has 32 elements or more.
+ROWS_OF_ONE = 512
+GEMM_OF_FULL = {"BLOCK_M": 256, "HALVES": 0, "BLOCK_N": 128, "BLOCK_K": 64}
 # Within ``same_bits`` one tile for any number of rows, which is not halved.
 GEMM_OF_ALL = {"BLOCK_M": 128, "HALVES": 0, "BLOCK_N": 64, "BLOCK_K": 64}
 # From so many rows a matrix on it is as fast to make W dense first, which costs its memory: the cores wait for decoding.
@@ -100,6 +101,30 @@ def decodes_on_the_way(rows: int, experts: int, properties: runtime.DeviceProper
     properties = properties or runtime.properties(runtime.DEVICE)
     hopper = _is_hopper(properties)
     return properties.same_bits or rows <= DENSE_ROWS[hopper] * max(1, min(experts, rows))
+
+
+def few_of_one(rows: int, n: int, scale: str, sms: int) -> dict[str, int]:
+    """-> the tiles of up to ``SKINNY_ROWS_OF_ONE`` rows and a single matrix, (N, K) as stored."""
+    height = 8 if rows <= 8 else 16
+    full = n >= 64 * sms  # four programs a multiprocessor, of 16 rows of W: they hide each other's waiting
+    # Sixteen rows of x take longer to read than MXFP4 to decode: with twice the rows of W they are read half as often.
+    rows_of_w = 32 if full and height == 16 and scale == "e8m0" else 16
+    # How many groups are on their way: MXFP4 is decoded soonest; NVFP4's are half as long, and need more where programs are few.
+    depth = 1 if scale == "e8m0" else 4 if scale == "e4m3" and height == 8 and not full else 2
+    return {"BLOCK_M": height, "ROWS": rows_of_w, "DEPTH": depth, "WARPS": 4 if full else 8}
+
+
+def many_of_one(rows: int, n: int, k: int, scale: str, sms: int) -> tuple[dict[str, int], int] | None:
+    """-> the tiles of more rows and a single matrix, and the parts of K; ``None`` where it is faster to make W dense."""
+    if rows <= HEIGHT_OF_ONE:
+        height = max(16, 1 << (rows - 1).bit_length())
+        longer = {"BLOCK_K": 128} if height <= 32 else {}  # fewer barriers, where x leaves the room
+        return GEMM_OF_ONE | longer | {"BLOCK_M": height}, split_of_k(n, k, sms)
+    tiles = cdiv(rows, GEMM_OF_FULL["BLOCK_M"]) * cdiv(n, GEMM_OF_FULL["BLOCK_N"])
+    # Fewer than four for five multiprocessors leave too many idle. NVFP4's scales cost too much at this height.
+    if rows > ROWS_OF_ONE or 5 * tiles < 4 * sms or scale == "e4m3":
+        return None
+    return GEMM_OF_FULL, 1
 
 
 def split_of_k(n: int, k: int, sms: int) -> int:
@@ -137,10 +162,10 @@ def plan(
     }  # fmt: skip
     tailored = not properties.same_bits  # to the number of rows
     single = tailored and not routed and not (by_row or rank or has_bias)
-    words = min(4, block_size // 8)  # of a lane, with one scale
     few = (single and rows <= SKINNY_ROWS_OF_ONE) or (tailored and routed and mean <= SKINNY_ROWS)
     if few and not by_row and not rank:
-        tiles = SKINNY if routed else SKINNY_OF_ONE | {"BLOCK_M": max(8, 1 << (rows - 1).bit_length())}
+        tiles = SKINNY if routed else few_of_one(rows, n, scale, properties.num_sms)
+        words = min(4, block_size // 8)  # of a lane, with one scale
         parts = HEIGHTS[0] // tiles["BLOCK_M"] if routed else 1
         skinny = launcher(
             kernels_nvidia._few_rows_kernel,
@@ -154,8 +179,10 @@ def plan(
     elif routed:
         tiles = next(found for limit, found in GEMM if mean <= limit)
     else:
-        tiles = GEMM_OF_ONE | {"BLOCK_M": max(16, 1 << (min(rows, HEIGHT_OF_ONE) - 1).bit_length())}
-        parts = split_of_k(width, length, properties.num_sms) if rows <= HEIGHT_OF_ONE and not by_row else 1
+        found = many_of_one(rows, width, length, scale, properties.num_sms)
+        if found is None:
+            return None
+        tiles, parts = found
     gemm = launcher(
         kernels_hopper._many_rows_kernel,
         X_GROUPED=x_grouped, Y_GROUPED=y_grouped, BY_ROW=by_row, r=rank, **packing, **tiles, SPLIT_K=parts,
@@ -192,9 +219,10 @@ def multiply(
         return
     sums, tickets = None, None
     if plan.parts > 1:
-        tiles = num_m * plan.across
-        sums = empty((tiles * GEMM_OF_ONE["BLOCK_N"], plan.parts * plan.height), torch.float32, x)
-        tickets = counters(tiles, x.device)
+        if num_m > 1:
+            raise ValueError(f"multiply: parts of K are for one row of tiles, got {num_m} rows of {plan.parts} parts")
+        sums = empty((plan.across * GEMM_OF_ONE["BLOCK_N"], plan.parts * plan.height), torch.float32, x)
+        tickets = counters(plan.across, x.device)
     plan.launch(
         (num_m * plan.across, plan.parts),
         lists, tiles_at, expert, x, x.stride(0), words, *w.scales, *strided(b, 3), u, bias, y, sums, tickets,
