@@ -672,7 +672,11 @@ def test_a_peer_is_left_out_where_its_grid_is_too_large(rows: int, fits: bool, m
 def test_benchmark_cases_are_correct():
     verdicts = bench.small_checks()
     assert len(verdicts) == 4 and all(verdict.passed for verdict in verdicts)
-    assert len(list(bench.cases())) == 68
+    assert len(list(bench.cases())) == 68 + 3 * 2 * 9
+    for format in bench.BITS:
+        problem = bench._format_case(format, (16, 256), 3).build()
+        [out], [truth], [plain] = problem.providers["kernelbook"](), problem.truth(), problem.baseline()
+        check.compare(format, out, truth, plain, factor=problem.factor).require()
     for call in bench.host_calls().values():
         call()
 
