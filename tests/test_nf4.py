@@ -651,7 +651,7 @@ def test_offsets_are_64_bit(words, overflow_raises):
     )
     arguments = (q.packed, q.absmax, *nested, q.code, experts, 0, out)
     more = {"PREFETCH": "load"} if words else {}
-    kernel[(4,)](*arguments, 2**30, -(2**30), 1, True, True, 64, 256, **config.kwargs, **more)
+    kernel[(4,)](*arguments, 2**30, -(2**30), 1, True, 64, "nested", **config.kwargs, **more)
     assert bool((out == 0).all())
 
 
