@@ -779,6 +779,8 @@ HOPPER_TILES = {
         256: _Tiles(64, 32, 4, 2),
     },
 }
+# On Hopper, of dkdv for packed sequences: with 128 queries the loops for what is masked would spill at every step.
+PACKED_TILES = {64: _Tiles(64, 64, 4, 2)}
 # Elsewhere, and where ordinary loads take registers for addresses and masks: as large as fits into registers.
 TILES = {
     "fwd": {
@@ -851,11 +853,15 @@ def block_d(d: int) -> int:
     return max(16, triton.next_power_of_2(d))
 
 
-def config(kernel: str, d: int, itemsize: int, boxes: bool, properties: runtime.DeviceProperties) -> triton.Config:
+def config(
+    kernel: str, d: int, itemsize: int, boxes: bool, properties: runtime.DeviceProperties, packed: bool = False
+) -> triton.Config:
     """The tiles of ``kernel`` (one of :data:`KERNELS`) for head size ``d``, with as many stages as fit."""
     width = block_d(d)
     hopper = boxes and (properties.is_hopper or properties.is_interpreter)
     tiles = (HOPPER_TILES if hopper else TILES if properties.has_tensor_cores else FMA_TILES)[kernel][width]
+    if hopper and packed and kernel == "dkdv":
+        tiles = PACKED_TILES.get(width, tiles)
     if itemsize > 2:
         # The tensor cores take float32 from registers, three times over where it is to be exact: tiles are small.
         wide = kernel == "fwd" and itemsize == 4 and width <= 64 and boxes
