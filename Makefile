@@ -12,7 +12,7 @@ export JUPYTER_PREFER_ENV_PATH := 1
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPATH := $(CURDIR)/src:$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: book test quick stale unit check-book test-pages lint style types serve bench compiled evidence evidence-host hub test-notebooks gpu test-gpu test-turing test-cpus test-oldest clean lock
+.PHONY: book test quick stale unit check-book test-pages lint style types serve bench compiled evidence evidence-host hub test-notebooks gpu test-gpu test-turing test-cpus test-oldest clean lock release
 
 book: $(ENVIRONMENT)
 	$(PY) tools/build_book.py
@@ -30,8 +30,9 @@ quick: style
 stale: $(ENVIRONMENT)
 	@$(PY) -m kernelbook.lab.record
 
+# make unit MARK="not slow" leaves out the tests that take ten seconds or more.
 unit: $(ENVIRONMENT)
-	$(PY) -m pytest -n auto --dist worksteal --ignore tests/test_pages.py
+	$(PY) -m pytest -n auto --dist worksteal --ignore tests/test_pages.py $(if $(MARK),-m "$(MARK)")
 
 # The book shows what the tests of notebooks have executed.
 check-book: test-notebooks
@@ -114,6 +115,11 @@ test-oldest:
 hub: $(ENVIRONMENT)
 	$(PY) tools/build_hub.py
 
+# Archives in dist, each installed into an empty environment where the doctor runs: make release VERSION=0.2.0
+release: $(ENVIRONMENT)
+	$(PY) -m pip install --quiet build twine
+	$(PY) tools/release.py $(VERSION)
+
 # Pins anew what pyproject.toml asks for. Needs uv.
 lock:
 	pins=$$(uv pip compile --quiet pyproject.toml) && { \
@@ -121,7 +127,7 @@ lock:
 		echo "$$pins"; } > requirements.txt
 
 clean:
-	rm -rf _build $(VENV) .nox .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf _build dist $(VENV) .nox .pytest_cache .ruff_cache .mypy_cache .hypothesis
 
 # A module is compiled when it is first imported; most of what is installed never is.
 $(VENV)/.installed: requirements.txt pyproject.toml

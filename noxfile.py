@@ -62,7 +62,9 @@ def oldest_interop(session: nox.Session) -> None:
 
 
 @nox.session
-@nox.parametrize(("python", "torch", "triton"), PAIRS, ids=[f"triton_{t}_python_{p}".replace(".", "_") for p, _, t in PAIRS])
+@nox.parametrize(
+    ("python", "torch", "triton"), PAIRS, ids=[f"triton_{t}_python_{p}".replace(".", "_") for p, _, t in PAIRS]
+)
 def versions(session: nox.Session, torch: str, triton: str) -> None:
     """A pair of PyTorch and Triton; what came out is a row of book/versions.csv."""
     session.install(*TOOLS, "numpy", f"torch=={torch}")

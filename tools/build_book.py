@@ -35,14 +35,17 @@ EXECUTED = ROOT / "_build" / "executed"
 HAS_GPU = shutil.which("nvidia-smi") is not None
 # On a GPU one after the other: some of them take times.
 AT_ONCE = 1 if HAS_GPU else len(os.sched_getaffinity(0))
+BUILT_FROM = EXECUTED.parent / "built_from"
 # What decides the outputs of a notebook beside itself.
 DECIDING = ("src", "book/results", "book/evidence", "book/compiled.csv", "book/moe_lora_orders.csv", "requirements.txt")
+# What decides the pages.
+PAGES = ("src", "book", "notebooks", "tools", "_config.yml", "_toc.yml", "CHANGELOG.md", "requirements.txt")
 
 
-def deciding_digest() -> str:
-    """Changes with every file that a notebook may read, with this Python and with whether there is a GPU."""
+def digest_of(names: tuple[str, ...]) -> str:
+    """Return a digest of these files and folders, of this Python, and of whether there is a GPU."""
     digest = hashlib.sha256(f"{sys.version} {HAS_GPU}".encode())
-    for place in (ROOT / name for name in DECIDING):
+    for place in (ROOT / name for name in names):
         for path in [place] if place.is_file() else sorted(place.rglob("*")):
             if path.is_file() and path.suffix != ".pyc":
                 digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
@@ -58,7 +61,7 @@ def read(path: Path) -> nbformat.NotebookNode | None:
 
 def open_cache() -> Any:
     """The cache of executed notebooks, emptied if it was filled with other sources."""
-    mark, now = EXECUTED / "sources", deciding_digest()
+    mark, now = EXECUTED / "sources", digest_of(DECIDING)
     if not mark.exists() or mark.read_text() != now:
         shutil.rmtree(EXECUTED, ignore_errors=True)
         EXECUTED.mkdir(parents=True)
@@ -148,6 +151,11 @@ def main(arguments: list[str]) -> int:
     notebooks = sorted((ROOT / "notebooks").glob("*.ipynb"), key=lambda path: -path.stat().st_size)
     # Sphinx would execute these one after the other.
     pages = [path for path in sorted((ROOT / "book").glob("*.md")) if read(path) is not None]
+    pages_digest = digest_of(PAGES) + os.environ.get("BOOK_ADDRESS", "")
+    if not draft and HTML.exists() and BUILT_FROM.exists() and BUILT_FROM.read_text() == pages_digest:
+        print("The book is built from these very files. Open _build/html/index.html")
+        return 0
+    BUILT_FROM.unlink(missing_ok=True)
     shutil.rmtree(HTML, ignore_errors=True)  # else the pages of removed chapters and old failure reports would stay
     with kernels() as scratch:
         place = EXECUTED
@@ -170,6 +178,8 @@ def main(arguments: list[str]) -> int:
     if code:
         print("The book was not built: see the warnings above.", file=sys.stderr)
     else:
+        if not draft:
+            BUILT_FROM.write_text(pages_digest)
         print("Open _build/html/index.html")
     return code
 
