@@ -556,10 +556,6 @@ SPILLS_ALLOWED = {
         8,
         "float64: two registers, in a kernel that copies rows.",
     ),
-    ("_one_matrix_kernel", "sm_90"): (
-        24,
-        "Up to six registers, so that a program of sixteen warps fits a multiprocessor: double quantization and sixteen tokens.",
-    ),
     ("_moe_lora_fwd_rows_kernel", "sm_90"): (
         8,
         "Experts in 4 bits and float32: two registers.",

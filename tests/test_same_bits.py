@@ -151,7 +151,7 @@ def test_no_rule_looks_at_how_many_rows_there_are(target: str, monkeypatch: pyte
         for routed in (True, False):
             how = {"rank": 0, "has_bias": False, "x_grouped": False, "y_grouped": True, "routed": routed}
             found = [
-                products.plan.__wrapped__(m, (128, 1536, 2048), False, bf16, 64, False, **how, properties=p)
+                products.plan.__wrapped__(m, (128, 1536, 2048), False, bf16, 64, "float32", **how, properties=p)
                 for m in COUNTS
             ]
             assert len({None if plan is None else (plan.launch, plan.kind, plan.height) for plan in found}) == 1

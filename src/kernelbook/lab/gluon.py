@@ -514,6 +514,8 @@ def _scope(names: dict[str, Any]) -> dict[str, Any]:
                 scope[name] = ours
         if name in _BY_NAME:
             scope[name] = _BY_NAME[name]
+        if isinstance(value, tl.constexpr):
+            scope[name] = value.value
         if isinstance(value, GluonJITFunction):
             home = value.fn.__globals__
             scope[name] = _rewritten(value, scope) if home is names else _scope(home)[value.__name__]
