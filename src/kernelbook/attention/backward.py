@@ -45,9 +45,7 @@ def choose_kernels(p: Problem) -> GradientKernels:
         return at_once
     n_padded, splits, config = p.n, 1, launches.hopper_config("dkdv", p)
     if config is None:
-        # Of packed sequences by ordinary loads: tiles of queries that a sequence's end cuts are masked in registers, and spill.
-        loads = dataclasses.replace(p, tma_reads=p.tma_reads and not p.packed)
-        dkdv = launches.plain_tiles("dkdv", kernels._flash_attention_bwd_dkdv_kernel, loads, p.s, p.h_kv, p.n, n_padded)
+        dkdv = launches.plain_tiles("dkdv", kernels._flash_attention_bwd_dkdv_kernel, p, p.s, p.h_kv, p.n, n_padded)
     else:
         hopper = launches.kernels_hopper
         n_padded = cdiv(p.n, hopper.PADDING) * hopper.PADDING

@@ -224,7 +224,7 @@ def plain_tiles(
     name: str, kernel: Any, p: Problem, rows: int, heads: int, walked: int, *n_padded: int, **constants: Any
 ) -> Tiles:
     """A kernel that runs on every GPU: its programs own ``rows`` of ``heads`` and walk over ``walked`` others."""
-    config = kernels.config(name, p.d, p.dtype.itemsize, p.tma_reads, p.properties)
+    config = kernels.config(name, p.d, p.dtype.itemsize, p.tma_reads, p.properties, p.packed)
     block_m, block_n, width = (config.kwargs[side] for side in ("BLOCK_M", "BLOCK_N", "BLOCK_D"))
     launch = launcher(
         kernel, GROUP=p.group, CAUSAL=p.causal, LENGTHS=p.lengths, PACKED=p.packed, WINDOW=p.window is not None,
