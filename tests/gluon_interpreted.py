@@ -29,7 +29,7 @@ import triton.language as tl
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime import interpreter
 
-from kernelbook.attention import kernels_hopper, kernels_hopper_128
+from kernelbook.attention import kernels_hopper
 from kernelbook.lab.watched_memory import Bounded
 from kernelbook.packed import kernels, kernels_nvidia
 
@@ -115,6 +115,10 @@ class Shared:
         if value is not None:
             memory.store(value)
         return memory
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.data.shape
 
     def index(self, i: Any) -> "Shared":
         i = operator.index(i)
@@ -230,6 +234,7 @@ class Barrier:
 class Barriers:
     def __init__(self, count: int) -> None:
         self.barriers = [Barrier() for _ in range(count)]
+        self.shape = (count, 1)
 
     def index(self, i: Any) -> Barrier:
         i = operator.index(i)
@@ -517,8 +522,8 @@ def _before_tma(_counter: Any) -> None:
 _TURNS: dict[str, Callable[..., Any]] = {
     kernels_hopper.ASK.value: _ask,
     kernels_hopper.PASS.value: _pass,
-    kernels_hopper_128.BEFORE_TMA.value: _before_tma,
-    kernels_hopper_128.PASS_WRITTEN.value: _pass,
+    kernels_hopper.BEFORE_TMA.value: _before_tma,
+    kernels_hopper.PASS_WRITTEN.value: _pass,
 }
 
 

@@ -778,7 +778,6 @@ def test_heads_of_64_have_all_gradients_of_one_kernel() -> None:
     """On Hopper, where dq's turns cost less than two of seven products."""
     pytest.importorskip("kernelbook.attention.kernels_hopper")
     one = ["_flash_attention_bwd_hopper_kernel"]
-    two = ["_flash_attention_bwd_dkdv_hopper_kernel", "_flash_attention_bwd_dq_kernel"]
     plain = ["_flash_attention_bwd_dkdv_kernel", "_flash_attention_bwd_dq_kernel"]
     with runtime.compiling_for("sm_90"):
         for causal in (False, True):
@@ -790,10 +789,10 @@ def test_heads_of_64_have_all_gradients_of_one_kernel() -> None:
             assert _kernels_of_gradients(4, 32, 32, 4096, 4096, 64, causal, lengths=True)[0] == plain
             assert _kernels_of_gradients(4, 32, 32, 4096, 4096, 64, causal, softcap=9.0)[0] == plain
             # Few programs, each as long as the one before it, of which the last would wait for all others.
-            assert _kernels_of_gradients(1, 4, 4, 64, 8192, 64, causal)[0] == two
+            assert _kernels_of_gradients(1, 4, 4, 64, 8192, 64, causal)[0] == plain
         assert _kernels_of_gradients(16, 32, 32, 1024, 1024, 64, True) == (one, 64)
         assert _kernels_of_gradients(1, 4, 4, 4096, 4096, 64, True)[0] == one
-        assert _kernels_of_gradients(4, 32, 32, 4096, 4000, 64, True)[0] == two  # queries that see nothing
+        assert _kernels_of_gradients(4, 32, 32, 4096, 4000, 64, True)[0] == plain  # queries that see nothing
         assert _kernels_of_gradients(4, 32, 32, 4096, 4096, 64, True, window=900)[0] == plain
         with kb.same_bits():
             assert _kernels_of_gradients(4, 32, 32, 4096, 4096, 64, True)[0] == plain
@@ -804,8 +803,8 @@ def test_heads_of_64_have_all_gradients_of_one_kernel() -> None:
 def test_wide_heads_of_long_sequences_have_all_gradients_of_one_kernel() -> None:
     """On Hopper; with shorter ones turns cost more than two of seven products."""
     pytest.importorskip("kernelbook.attention.kernels_hopper")
-    one = ["_flash_attention_bwd_128_hopper_kernel"]
-    two = ["_flash_attention_bwd_dkdv_hopper_kernel", "_flash_attention_bwd_dq_hopper_kernel"]
+    one = ["_flash_attention_bwd_hopper_kernel"]
+    two = [*one, "_flash_attention_bwd_dq_hopper_kernel"]
     with runtime.compiling_for("sm_90"):
         for causal in (False, True):
             for d in (72, 80, 128):
@@ -815,7 +814,7 @@ def test_wide_heads_of_long_sequences_have_all_gradients_of_one_kernel() -> None
             assert _kernels_of_gradients(2, 32, 8, 4096, 4096, 128, causal)[0] == (two if causal else one)
             assert _kernels_of_gradients(2, 16, 16, 8192, 8192, 128, causal) == (one, 11 if causal else 7)
             assert _kernels_of_gradients(1, 4, 4, 64, 8192, 128, causal)[0] == two
-            assert _kernels_of_gradients(4, 16, 16, 4096, 4096, 256, causal)[0] not in (one, two)
+            assert _kernels_of_gradients(4, 16, 16, 4096, 4096, 256, causal)[0] == two
         assert _kernels_of_gradients(4, 16, 16, 4200, 4100, 128, True)[0] == two  # queries that see nothing
 
 
@@ -824,11 +823,11 @@ def test_tiles_for_hopper_follow_the_length() -> None:
     with runtime.compiling_for("sm_90") as properties:
         lengths = 1000, 1024, 2048, 2049, 8192, 8193
         for causal, groups in ((True, [None, 2, 2, None, None, 3]), (False, [None, 2, 3, 3, 3, 3])):
-            found = [hopper.forward_config(64, 2, s, causal, properties) for s in lengths]
+            found = [hopper.config("fwd", 64, 2, s, causal, properties) for s in lengths]
             assert [config and config.kwargs["WARPGROUPS"] for config in found] == groups
-        assert hopper.forward_config(64, 4, 9000, True, properties) is None  # float32
+        assert hopper.config("fwd", 64, 4, 9000, True, properties) is None  # float32
     with runtime.compiling_for("sm_80") as properties:
-        assert hopper.forward_config(128, 2, 9000, True, properties) is None
+        assert hopper.config("fwd", 128, 2, 9000, True, properties) is None
 
 
 def test_exponentials_run_beside_the_product() -> None:
@@ -936,7 +935,8 @@ def all_gradients_at_once(fresh_plans: None, monkeypatch: pytest.MonkeyPatch) ->
     if launches.HAS_GLUON:
         hopper = pytest.importorskip("kernelbook.attention.kernels_hopper")
         monkeypatch.setattr(hopper, "programs_wait_little", lambda *_: True)
-        monkeypatch.setitem(hopper.ALL_GRADIENTS_TILES, 128, (*hopper.ALL_GRADIENTS_TILES[128][:3], 0))
+        [(_, tiles)] = hopper.BACKWARD_TILES["bwd", 128]
+        monkeypatch.setitem(hopper.BACKWARD_TILES, ("bwd", 128), ((0, tiles),))
 
 
 @pytest.mark.gpu

@@ -275,9 +275,9 @@ def test_attention(problem: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) ->
     blocks = {"BLOCK_D": width, "ROWS": rows, "STAGES": stages}
     configs = {
         "fwd": blocks | {"BLOCK_N": block_n, "WARPGROUPS": warpgroups, "OVERLAP": overlap},
-        "dkdv": blocks | {"BLOCK_M": 16},
+        "dkdv": blocks | {"BLOCK_M": 16, "DQ": "no", "DS_STAGES": 0},
         "dq": blocks | {"BLOCK_N": block_n},
-        "bwd": blocks | {"BLOCK_M": 16, "DS_STAGES": 2},
+        "bwd": blocks | {"BLOCK_M": 16, "DQ": "warpgroup" if width <= 64 else "halves", "DS_STAGES": 2},
     }
     at_once = (d == 32 and s >= n) or (64 < d <= 128 and not (causal and h > h_kv))
     launched = []

@@ -12,7 +12,7 @@ import re
 
 import pytest
 
-from kernelbook.attention import kernels_hopper, kernels_hopper_128
+from kernelbook.attention import kernels_hopper
 from kernelbook.lab.compiled import compile_calls
 
 STEP = """

@@ -42,7 +42,7 @@ DOORS = {
 # of the host's part behind that of op.py.
 DOORS_THAT_MAY_BE = {
     **dict.fromkeys(
-        ("kernels_hopper.py", "kernels_hopper_128.py", "kernels_decode.py", "kernels_same_bits.py"), DOORS["kernels.py"]
+        ("kernels_hopper.py", "kernels_decode.py", "kernels_same_bits.py"), DOORS["kernels.py"]
     ),
     **dict.fromkeys(
         ("launches.py", "backward.py", "routing.py", "grouped.py", "lora.py", "pages.py", "packing.py"), DOORS["op.py"]
@@ -67,11 +67,10 @@ SHARED_BY_KERNELS = {"linear.py", "tiles.py", "lab/floor.py", "packed/kernels.py
 OWN_MODULES = {
     "reference.py": set(),
     "kernels.py": set(),
-    "kernels_hopper.py": set(),
-    "kernels_hopper_128.py": {"kernels_hopper"},
+    "kernels_hopper.py": {"kernels"},
     "kernels_decode.py": {"kernels"},
     "kernels_same_bits.py": {"kernels", "kernels_decode"},
-    "launches.py": {"kernels", "kernels_hopper", "kernels_hopper_128"},
+    "launches.py": {"kernels", "kernels_hopper"},
     "backward.py": {"kernels", "launches"},
     "routing.py": {"kernels"},
     "grouped.py": {"kernels", "routing"},

@@ -27,7 +27,6 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "attention/kernels.py",
             "attention/kernels_decode.py",
             "attention/kernels_hopper.py",
-            "attention/kernels_hopper_128.py",
         ),
         ("test_attention.py", "test_attention_decode.py"),
     ),

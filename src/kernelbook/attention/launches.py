@@ -23,7 +23,6 @@ try:  # Gluon is experimental: where Triton has changed it, the plain kernels do
     from triton.experimental.gluon.language import NVMMASharedLayout as NVMMASharedLayout
 
     from kernelbook.attention import kernels_hopper as kernels_hopper
-    from kernelbook.attention import kernels_hopper_128 as kernels_hopper_128
 
     HAS_GLUON = gluon_names.USABLE
 except (ImportError, AttributeError):
