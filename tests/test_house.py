@@ -41,9 +41,7 @@ DOORS = {
 # A room may have further kernels, for one generation of GPUs or for one kind of call, behind the door of kernels.py, and more
 # of the host's part behind that of op.py.
 DOORS_THAT_MAY_BE = {
-    **dict.fromkeys(
-        ("kernels_hopper.py", "kernels_decode.py", "kernels_same_bits.py"), DOORS["kernels.py"]
-    ),
+    **dict.fromkeys(("kernels_hopper.py", "kernels_decode.py", "kernels_same_bits.py"), DOORS["kernels.py"]),
     **dict.fromkeys(
         ("launches.py", "backward.py", "routing.py", "grouped.py", "lora.py", "pages.py", "packing.py"), DOORS["op.py"]
     ),

@@ -22,7 +22,7 @@ plain kernels.
 from typing import Any, NamedTuple
 
 from kernelbook import runtime  # before Triton, which it sets up
-from kernelbook.attention.kernels import _place
+from kernelbook.attention import kernels
 from kernelbook.gluon_names import async_atomic_add, thread_barrier, tma
 
 # isort: split
@@ -37,6 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 ROWS = 64  # of one warpgroup
+_place = gluon.jit(kernels._place.fn)
 
 
 class Ring(NamedTuple):
