@@ -136,16 +136,24 @@ class Queries(NamedTuple):
 
 
 @gluon.jit
+def _turned(round, paired):
+    """This program's place in a round: with 2 every second one runs backwards."""
+    return gl.where((paired == 2) & (round % 2 == 1), gl.num_programs(0) - 1 - gl.program_id(0), gl.program_id(0))
+
+
+@gluon.jit
 def _block(round, p, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
     """-> head, its first query, tiles of keys to visit, how many of these to mask, from the last on.
 
-    Paired: two rounds take a block and its mirror image, so that causal programs are equally long.
+    Paired: 1: two rounds take a block and its mirror image, so that causal programs are equally long. 2: rounds take blocks, the
+    long ones first, from the first program to the last one and back again.
     """
     num_blocks = gl.cdiv(p.N, BLOCK_M)
-    unit = round // (1 + p.paired) * gl.num_programs(0) + gl.program_id(0)
-    block, head = _place(unit, num_blocks // (1 + p.paired), p.B * p.H, p.section, CAUSAL)
+    pairs = p.paired % 2
+    unit = round // (1 + pairs) * gl.num_programs(0) + _turned(round, p.paired)
+    block, head = _place(unit, num_blocks // (1 + pairs), p.B * p.H, p.section, CAUSAL)
     if CAUSAL:
-        block = gl.where(p.paired * (1 - round % 2) == 1, num_blocks - 1 - block, block)
+        block = gl.where(pairs * (1 - round % 2) == 1, num_blocks - 1 - block, block)
     start_m = block * BLOCK_M
     count, full = _keys_of(start_m, p.N, p.S, CAUSAL, BLOCK_M, BLOCK_N)
     count = gl.maximum(count, 1)
@@ -185,14 +193,56 @@ def _rescaled(l, alpha):
     return l * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout)), 1)
 
 
+def _exponentials(pack: int) -> str:
+    """PTX for exp2 of so many numbers, of which the last one does without the special function unit."""
+    special = "".join(f"ex2.approx.ftz.f32 ${i}, ${pack + i};\n" for i in range(pack - 1))
+    return f"""{{
+    .reg .f32 x, whole, rest, y;
+    .reg .b32 bits, low;
+    {special}
+    max.NaN.f32 x, ${2 * pack - 1}, 0fC2FC0000;
+    add.rn.f32 whole, x, 0f4B400000;
+    sub.rn.f32 rest, whole, 0f4B400000;
+    sub.rn.f32 rest, x, rest;
+    fma.rn.f32 y, rest, 0f3C1CCBEA, 0f3D650A20;
+    fma.rn.f32 y, y, rest, 0f3E76036D;
+    fma.rn.f32 y, y, rest, 0f3F31706E;
+    fma.rn.f32 y, y, rest, 0f3F7FFFF4;
+    mov.b32 bits, whole;
+    mov.b32 low, y;
+    shl.b32 bits, bits, 23;
+    add.s32 bits, bits, low;
+    mov.b32 ${pack - 1}, bits;
+}}"""
+
+
+# -126; 1.5 * 2^23, which rounds to a whole number; a polynomial of 2^rest for -0.5 to 0.5 (an error of 3e-6).
+EXP_OF_4 = gl.constexpr(_exponentials(4))
+EXP_OF_8 = gl.constexpr(_exponentials(8))
+FOUR = gl.constexpr("=f,=f,=f,=f,f,f,f,f")
+EIGHT = gl.constexpr("=f,=f,=f,=f,=f,=f,=f,=f,f,f,f,f,f,f,f,f")
+
+
 @gluon.jit
-def _softmax(scores, m, scale, MASKED: gl.constexpr):
+def _exp2(x, POLY: gl.constexpr):
+    """exp2, of one number in POLY (0: none) by a polynomial: the special function units are as busy as the tensor cores."""
+    if POLY == 0:
+        y = gl.exp2(x)
+    elif POLY == 4:
+        y = gl.inline_asm_elementwise(EXP_OF_4, FOUR, [x], dtype=gl.float32, is_pure=True, pack=4)
+    else:
+        y = gl.inline_asm_elementwise(EXP_OF_8, EIGHT, [x], dtype=gl.float32, is_pure=True, pack=8)
+    return y
+
+
+@gluon.jit
+def _softmax(scores, m, scale, MASKED: gl.constexpr, POLY: gl.constexpr):
     """-> p, sums of p, m, alpha: by what earlier sums are scaled down. MASKED: a row may see nothing."""
     m_new = gl.maximum(m, gl.max(scores, axis=1) * scale)
     shift = m_new
     if MASKED:
         shift = gl.where(m_new == float("-inf"), 0.0, m_new)
-    p = gl.exp2(scores * scale - gl.expand_dims(shift, 1))
+    p = _exp2(scores * scale - gl.expand_dims(shift, 1), 0 if MASKED else POLY)
     alpha = gl.exp2(m - shift)
     return p, _sums(p), m_new, alpha
 
@@ -209,7 +259,7 @@ def _product_with(left, tile, LAYOUT: gl.constexpr):
 @gluon.jit
 def _step_alone(
     i, acc, l, m, q, k, v, before, start, rows, diagonal, S, scale,
-    MASKED: gl.constexpr, CAUSAL: gl.constexpr, SCORES: gl.constexpr, LEFT: gl.constexpr,
+    MASKED: gl.constexpr, CAUSAL: gl.constexpr, SCORES: gl.constexpr, LEFT: gl.constexpr, POLY: gl.constexpr,
 ):  # fmt: skip
     """Scores, softmax and product with the values of tile i, one after the other: other warpgroups fill the gaps."""
     slot = _await(k, before + i)
@@ -218,7 +268,7 @@ def _step_alone(
     mbarrier.arrive(k.free.index(slot))
     if MASKED:
         scores = gl.where(_seen(start, rows, diagonal, S, CAUSAL, SCORES), scores, float("-inf"))
-    p, sums, m, alpha = _softmax(scores, m, scale, MASKED)
+    p, sums, m, alpha = _softmax(scores, m, scale, MASKED, POLY)
     l = _rescaled(l, alpha) + sums
     left = gl.convert_layout(p.to(q.dtype), LEFT)
     acc = _rescaled(acc, alpha)
@@ -232,7 +282,7 @@ def _step_alone(
 @gluon.jit
 def _step(
     i, acc, l, m, left, q, k, v, turn, before, turns, start, rows, diagonal, S, scale, W: gl.constexpr,
-    MASKED: gl.constexpr, CAUSAL: gl.constexpr, SCORES: gl.constexpr, LEFT: gl.constexpr,
+    MASKED: gl.constexpr, CAUSAL: gl.constexpr, SCORES: gl.constexpr, LEFT: gl.constexpr, POLY: gl.constexpr,
 ):  # fmt: skip
     """The scores and softmax of tile i; the product of ``left``, tile i - 1's weights, with its values."""
     slot = _await(k, before + i)
@@ -246,7 +296,7 @@ def _step(
     mbarrier.arrive(k.free.index(slot))
     if MASKED:
         scores = gl.where(_seen(start, rows, diagonal, S, CAUSAL, SCORES), scores, float("-inf"))
-    p, sums, m, alpha = _softmax(scores, m, scale, MASKED)
+    p, sums, m, alpha = _softmax(scores, m, scale, MASKED, POLY)
     l = _rescaled(l, alpha) + sums
     # The compiler would take the exponentials after the product. It does not move them across a
     # branch: a wait for a barrier is one, also where it returns at once.
@@ -259,7 +309,8 @@ def _step(
 
 @gluon.jit
 def _consume(
-    o, lse_ptr, q_ring, k, v, o_tiles, turn, p, scale, OVERLAP: gl.constexpr, CAUSAL: gl.constexpr, W: gl.constexpr
+    o, lse_ptr, q_ring, k, v, o_tiles, turn, p, scale, OVERLAP: gl.constexpr, CAUSAL: gl.constexpr, W: gl.constexpr,
+    POLY: gl.constexpr,
 ):  # fmt: skip
     WARPGROUPS: gl.constexpr = q_ring.tiles.shape[0]
     ROWS: gl.constexpr = q_ring.tiles.shape[1]
@@ -284,19 +335,19 @@ def _consume(
             scores = warpgroup_mma_wait(0, deps=[scores])
             mbarrier.arrive(k.free.index(slot))
             seen = _seen((count - 1) * BLOCK_N, rows, diagonal, p.S, CAUSAL, SCORES)
-            weights, l, m, _alpha = _softmax(gl.where(seen, scores, float("-inf")), m, scale, True)
+            weights, l, m, _alpha = _softmax(gl.where(seen, scores, float("-inf")), m, scale, True, 0)
             left = gl.convert_layout(weights.to(q.dtype), LEFT)
             turns = before - round  # each round's first tile had no turn
             if CAUSAL:  # else only the first tile is masked
                 for i in range(1, masked):
                     acc, l, m, left = _step(
                         i, acc, l, m, left, q, k, v, turn, before, turns, (count - 1 - i) * BLOCK_N, rows, diagonal, p.S,
-                        scale, W, True, CAUSAL, SCORES, LEFT,
+                        scale, W, True, CAUSAL, SCORES, LEFT, POLY,
                     )  # fmt: skip
             for i in range(masked, count):
                 acc, l, m, left = _step(
                     i, acc, l, m, left, q, k, v, turn, before, turns, (count - 1 - i) * BLOCK_N, rows, diagonal, p.S,
-                    scale, W, False, CAUSAL, SCORES, LEFT,
+                    scale, W, False, CAUSAL, SCORES, LEFT, POLY,
                 )  # fmt: skip
             if not SHARED:
                 mbarrier.arrive(q_ring.free.index(W))
@@ -309,12 +360,12 @@ def _consume(
             for i in range(masked):
                 acc, l, m = _step_alone(
                     i, acc, l, m, q, k, v, before, (count - 1 - i) * BLOCK_N, rows, diagonal, p.S, scale,
-                    True, CAUSAL, SCORES, LEFT,
+                    True, CAUSAL, SCORES, LEFT, POLY,
                 )  # fmt: skip
             for i in range(masked, count):
                 acc, l, m = _step_alone(
                     i, acc, l, m, q, k, v, before, (count - 1 - i) * BLOCK_N, rows, diagonal, p.S, scale,
-                    False, CAUSAL, SCORES, LEFT,
+                    False, CAUSAL, SCORES, LEFT, POLY,
                 )  # fmt: skip
             if not SHARED:
                 mbarrier.arrive(q_ring.free.index(W))
@@ -342,12 +393,14 @@ def _flash_attention_fwd_hopper_kernel(
     B, H, N, S, section, paired,
     scale,  # with log2(e)
     GROUP: gl.constexpr, CAUSAL: gl.constexpr,
-    WARPGROUPS: gl.constexpr, OVERLAP: gl.constexpr, STAGES: gl.constexpr,
+    WARPGROUPS: gl.constexpr, OVERLAP: gl.constexpr, POLY: gl.constexpr, STAGES: gl.constexpr,
     ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     width = gl.num_programs(0)
-    units = gl.cdiv(N, WARPGROUPS * ROWS) * B * H // (1 + paired)
-    rounds = (units // width + (gl.program_id(0) < units % width).to(gl.int32)) * (1 + paired)
+    pairs = paired % 2
+    units = gl.cdiv(N, WARPGROUPS * ROWS) * B * H // (1 + pairs)
+    full = units // width
+    rounds = (full + (_turned(full, paired) < units % width).to(gl.int32)) * (1 + pairs)
     p = Queries(B, H, N, S, section, paired, rounds)
 
     dtype: gl.constexpr = q.dtype
@@ -362,8 +415,8 @@ def _flash_attention_fwd_hopper_kernel(
     if WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (_consume, (o, lse_ptr, q_ring, k_ring, v_ring, o_tiles, turn, p, scale, OVERLAP, CAUSAL, 0)),
-                (_consume, (o, lse_ptr, q_ring, k_ring, v_ring, o_tiles, turn, p, scale, OVERLAP, CAUSAL, 1)),
+                (_consume, (o, lse_ptr, q_ring, k_ring, v_ring, o_tiles, turn, p, scale, OVERLAP, CAUSAL, 0, POLY)),
+                (_consume, (o, lse_ptr, q_ring, k_ring, v_ring, o_tiles, turn, p, scale, OVERLAP, CAUSAL, 1, POLY)),
                 (_produce, (q, k, v, q_ring, k_ring, v_ring, p, GROUP, CAUSAL)),
             ],
             [4, 1],
@@ -372,9 +425,9 @@ def _flash_attention_fwd_hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (o, lse_ptr, q_ring, k_ring, v_ring, o_tiles, turn, p, scale, OVERLAP, CAUSAL, 0)),
-                (_consume, (o, lse_ptr, q_ring, k_ring, v_ring, o_tiles, turn, p, scale, OVERLAP, CAUSAL, 1)),
-                (_consume, (o, lse_ptr, q_ring, k_ring, v_ring, o_tiles, turn, p, scale, OVERLAP, CAUSAL, 2)),
+                (_consume, (o, lse_ptr, q_ring, k_ring, v_ring, o_tiles, turn, p, scale, OVERLAP, CAUSAL, 0, POLY)),
+                (_consume, (o, lse_ptr, q_ring, k_ring, v_ring, o_tiles, turn, p, scale, OVERLAP, CAUSAL, 1, POLY)),
+                (_consume, (o, lse_ptr, q_ring, k_ring, v_ring, o_tiles, turn, p, scale, OVERLAP, CAUSAL, 2, POLY)),
                 (_produce, (q, k, v, q_ring, k_ring, v_ring, p, GROUP, CAUSAL)),
             ],
             [4, 4, 1],
@@ -1062,8 +1115,8 @@ def _flash_attention_bwd_dq_hopper_kernel(
 
 # From how many keys on, which tiles; with fewer keys, and with None, the plain kernel is faster. Three warpgroups have no
 # registers for the overlap, and at 64 features gain more from one another, but end later than two.
-TWO = {"BLOCK_N": 128, "WARPGROUPS": 2, "STAGES": 2, "OVERLAP": True}
-THREE = {"BLOCK_N": 128, "WARPGROUPS": 3, "STAGES": 2, "OVERLAP": False}
+TWO = {"BLOCK_N": 128, "WARPGROUPS": 2, "STAGES": 2, "OVERLAP": True, "POLY": 0}
+THREE = {"BLOCK_N": 128, "WARPGROUPS": 3, "STAGES": 2, "OVERLAP": False, "POLY": 0}
 Choices = tuple[tuple[int, dict[str, Any] | None], ...]
 # By BLOCK_D and causal.
 TILES: dict[tuple[int, bool], Choices] = {
