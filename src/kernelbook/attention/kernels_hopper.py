@@ -135,6 +135,15 @@ class Queries(NamedTuple):
     rounds: Any  # so many blocks, one after the other
 
 
+class Rest(NamedTuple):
+    """Shared memory of the features beyond BLOCK_D, of heads of 80 and 96 numbers, in rings with the others."""
+
+    q: Any
+    k: Any
+    v: Any
+    o: Any
+
+
 @gluon.jit
 def _turned(round, paired):
     """This program's place in a round: with 2 every second one runs backwards."""
@@ -161,24 +170,39 @@ def _block(round, p, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.co
 
 
 @gluon.jit
-def _produce(q, k, v, q_ring, k_ring, v_ring, p, GROUP: gl.constexpr, CAUSAL: gl.constexpr):
+def _produce(
+    q, k, v, q_rest, k_rest, v_rest, q_ring, k_ring, v_ring, rest, p,
+    GROUP: gl.constexpr, CAUSAL: gl.constexpr, REST: gl.constexpr,
+):  # fmt: skip
     WARPGROUPS: gl.constexpr = q_ring.tiles.shape[0]
     ROWS: gl.constexpr = q_ring.tiles.shape[1]
     BLOCK_D: gl.constexpr = q_ring.tiles.shape[2]
     BLOCK_N: gl.constexpr = k_ring.tiles.shape[1]
+    BYTES: gl.constexpr = BLOCK_N * (BLOCK_D + REST) * 2
     before = 0  # tiles of keys of earlier rounds
     for round in range(p.rounds):
         head, start_m, count, _ = _block(round, p, CAUSAL, WARPGROUPS * ROWS, BLOCK_N)
         b, h = head // p.H, head % p.H
         for i in range(count):
             at = (b, h // GROUP, (count - 1 - i) * BLOCK_N, 0)
-            _copy(k, at, k_ring, _claim(k_ring, before + i, BLOCK_N * BLOCK_D * 2))
+            slot = _claim(k_ring, before + i, BYTES)
+            _copy(k, at, k_ring, slot)
+            if REST:
+                beyond = (b, h // GROUP, (count - 1 - i) * BLOCK_N, BLOCK_D)
+                tma.async_copy_global_to_shared(k_rest, beyond, k_ring.full.index(slot), rest.k.index(slot))
             if i == 0:
                 for w in gl.static_range(WARPGROUPS):
                     mbarrier.wait(q_ring.free.index(w), (round & 1) ^ 1)
-                    mbarrier.expect(q_ring.full.index(w), ROWS * BLOCK_D * 2)
+                    mbarrier.expect(q_ring.full.index(w), ROWS * (BLOCK_D + REST) * 2)
                     _copy(q, (b, h, start_m + w * ROWS, 0), q_ring, w)
-            _copy(v, at, v_ring, _claim(v_ring, before + i, BLOCK_N * BLOCK_D * 2))
+                    if REST:
+                        own = (b, h, start_m + w * ROWS, BLOCK_D)
+                        tma.async_copy_global_to_shared(q_rest, own, q_ring.full.index(w), rest.q.index(w))
+            slot = _claim(v_ring, before + i, BYTES)
+            _copy(v, at, v_ring, slot)
+            if REST:
+                beyond = (b, h // GROUP, (count - 1 - i) * BLOCK_N, BLOCK_D)
+                tma.async_copy_global_to_shared(v_rest, beyond, v_ring.full.index(slot), rest.v.index(slot))
         before += count
 
 
@@ -257,6 +281,15 @@ def _product_with(left, tile, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def _scores(q, k, slot, rest, W: gl.constexpr, SCORES: gl.constexpr, REST: gl.constexpr):
+    """Starts the product of this warpgroup's queries and a tile of keys."""
+    scores = _product_with(q, k.tiles.index(slot), SCORES)
+    if REST:
+        scores = warpgroup_mma(rest.q.index(W), rest.k.index(slot).permute((1, 0)), scores, is_async=True)
+    return scores
+
+
+@gluon.jit
 def _step_alone(
     i, acc, l, m, q, k, v, before, start, rows, diagonal, S, scale,
     MASKED: gl.constexpr, CAUSAL: gl.constexpr, SCORES: gl.constexpr, LEFT: gl.constexpr, POLY: gl.constexpr,
@@ -281,18 +314,21 @@ def _step_alone(
 
 @gluon.jit
 def _step(
-    i, acc, l, m, left, q, k, v, turn, before, turns, start, rows, diagonal, S, scale, W: gl.constexpr,
-    MASKED: gl.constexpr, CAUSAL: gl.constexpr, SCORES: gl.constexpr, LEFT: gl.constexpr, POLY: gl.constexpr,
+    i, acc, more, l, m, left, q, k, v, rest, turn, before, turns, start, rows, diagonal, S, scale, W: gl.constexpr,
+    MASKED: gl.constexpr, CAUSAL: gl.constexpr, SCORES: gl.constexpr, LEFT: gl.constexpr, POLY: gl.constexpr, REST: gl.constexpr,
 ):  # fmt: skip
     """The scores and softmax of tile i; the product of ``left``, tile i - 1's weights, with its values."""
     slot = _await(k, before + i)
     # The first one's first turn has no one before it.
     mbarrier.wait(turn.index(W), ((turns + i) & 1) ^ (W != 0))
-    scores = _product_with(q, k.tiles.index(slot), SCORES)
+    scores = _scores(q, k, slot, rest, W, SCORES, REST)
     slot_v = _await(v, before + i - 1)
     out = warpgroup_mma(left, v.tiles.index(slot_v), acc, is_async=True)
+    if REST:
+        more = warpgroup_mma(left, rest.v.index(slot_v), more, is_async=True)
     mbarrier.arrive(turn.index((W + 1) % turn.shape[0]))
-    scores = warpgroup_mma_wait(1, deps=[scores])
+    PRODUCTS: gl.constexpr = 2 if REST else 1  # with the values
+    scores = warpgroup_mma_wait(PRODUCTS, deps=[scores])
     mbarrier.arrive(k.free.index(slot))
     if MASKED:
         scores = gl.where(_seen(start, rows, diagonal, S, CAUSAL, SCORES), scores, float("-inf"))
@@ -300,17 +336,21 @@ def _step(
     l = _rescaled(l, alpha) + sums
     # The compiler would take the exponentials after the product. It does not move them across a
     # branch: a wait for a barrier is one, also where it returns at once.
-    weights = warpgroup_mma_wait(1, deps=[gl.convert_layout(p.to(q.dtype), LEFT)])
+    weights = warpgroup_mma_wait(PRODUCTS, deps=[gl.convert_layout(p.to(q.dtype), LEFT)])
     slot_v = _await(v, before + i - 1)
-    acc, left = warpgroup_mma_wait(0, deps=[out, left])
+    if REST:
+        acc, more, left = warpgroup_mma_wait(0, deps=[out, more, left])
+        more = _rescaled(more, alpha)
+    else:
+        acc, left = warpgroup_mma_wait(0, deps=[out, left])
     mbarrier.arrive(v.free.index(slot_v))
-    return _rescaled(acc, alpha), l, m, weights
+    return _rescaled(acc, alpha), more, l, m, weights
 
 
 @gluon.jit
 def _consume(
-    o, lse_ptr, q_ring, k, v, o_tiles, turn, p, scale, OVERLAP: gl.constexpr, CAUSAL: gl.constexpr, W: gl.constexpr,
-    POLY: gl.constexpr,
+    o, o_rest, lse_ptr, q_ring, k, v, o_tiles, rest, turn, p, scale, OVERLAP: gl.constexpr, CAUSAL: gl.constexpr, W: gl.constexpr,
+    POLY: gl.constexpr, REST: gl.constexpr,
 ):  # fmt: skip
     WARPGROUPS: gl.constexpr = q_ring.tiles.shape[0]
     ROWS: gl.constexpr = q_ring.tiles.shape[1]
@@ -328,10 +368,14 @@ def _consume(
         rows = start_m + W * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
         m = gl.full([ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
         acc = gl.zeros([ROWS, BLOCK_D], gl.float32, layout=OUT)
+        more = 0.0
+        if REST:
+            MORE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, REST, 16])
+            more = gl.zeros([ROWS, REST], gl.float32, layout=MORE)
         mbarrier.wait(q_ring.full.index(W), round & 1)
         if OVERLAP:
             slot = _await(k, before)
-            scores = _product_with(q, k.tiles.index(slot), SCORES)
+            scores = _scores(q, k, slot, rest, W, SCORES, REST)
             scores = warpgroup_mma_wait(0, deps=[scores])
             mbarrier.arrive(k.free.index(slot))
             seen = _seen((count - 1) * BLOCK_N, rows, diagonal, p.S, CAUSAL, SCORES)
@@ -340,20 +384,24 @@ def _consume(
             turns = before - round  # each round's first tile had no turn
             if CAUSAL:  # else only the first tile is masked
                 for i in range(1, masked):
-                    acc, l, m, left = _step(
-                        i, acc, l, m, left, q, k, v, turn, before, turns, (count - 1 - i) * BLOCK_N, rows, diagonal, p.S,
-                        scale, W, True, CAUSAL, SCORES, LEFT, POLY,
+                    acc, more, l, m, left = _step(
+                        i, acc, more, l, m, left, q, k, v, rest, turn, before, turns, (count - 1 - i) * BLOCK_N, rows, diagonal, p.S,
+                        scale, W, True, CAUSAL, SCORES, LEFT, POLY, REST,
                     )  # fmt: skip
             for i in range(masked, count):
-                acc, l, m, left = _step(
-                    i, acc, l, m, left, q, k, v, turn, before, turns, (count - 1 - i) * BLOCK_N, rows, diagonal, p.S,
-                    scale, W, False, CAUSAL, SCORES, LEFT, POLY,
+                acc, more, l, m, left = _step(
+                    i, acc, more, l, m, left, q, k, v, rest, turn, before, turns, (count - 1 - i) * BLOCK_N, rows, diagonal, p.S,
+                    scale, W, False, CAUSAL, SCORES, LEFT, POLY, REST,
                 )  # fmt: skip
             if not SHARED:
                 mbarrier.arrive(q_ring.free.index(W))
             slot = _await(v, before + count - 1)
             acc = warpgroup_mma(left, v.tiles.index(slot), acc, is_async=True)
-            acc, left = warpgroup_mma_wait(0, deps=[acc, left])
+            if REST:
+                more = warpgroup_mma(left, rest.v.index(slot), more, is_async=True)
+                acc, more, left = warpgroup_mma_wait(0, deps=[acc, more, left])
+            else:
+                acc, left = warpgroup_mma_wait(0, deps=[acc, left])
             mbarrier.arrive(v.free.index(slot))
         else:
             l = _sums(gl.zeros([ROWS, BLOCK_N], gl.float32, layout=SCORES))
@@ -377,9 +425,13 @@ def _consume(
         lse = gl.where(seen, m + gl.log2(l), float("inf"))
         gl.store(lse_ptr + head.to(gl.int64) * p.N + rows, lse, mask=rows < p.N)
         acc = acc / gl.expand_dims(gl.convert_layout(l, gl.SliceLayout(1, OUT)), 1)
+        if REST:
+            more = more / gl.expand_dims(gl.convert_layout(l, gl.SliceLayout(1, MORE)), 1)
         if not SHARED:
             tma.store_wait(0)  # the block before has been read
         _store(o, (head // p.H, head % p.H, start_m + W * ROWS, 0), acc, o_tiles.index(W))
+        if REST:
+            _store(o_rest, (head // p.H, head % p.H, start_m + W * ROWS, BLOCK_D), more, rest.o.index(W))
         if SHARED:
             tma.store_wait(0)
             mbarrier.arrive(q_ring.free.index(W))
@@ -392,9 +444,10 @@ def _flash_attention_fwd_hopper_kernel(
     lse_ptr,  # (B, H, N), contiguous
     B, H, N, S, section, paired,
     scale,  # with log2(e)
+    q_rest, k_rest, v_rest, o_rest,  # descriptors of the features from BLOCK_D on, if REST
     GROUP: gl.constexpr, CAUSAL: gl.constexpr,
     WARPGROUPS: gl.constexpr, OVERLAP: gl.constexpr, POLY: gl.constexpr, STAGES: gl.constexpr,
-    ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
+    ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, REST: gl.constexpr,
 ):  # fmt: skip
     width = gl.num_programs(0)
     pairs = paired % 2
@@ -410,14 +463,60 @@ def _flash_attention_fwd_hopper_kernel(
     o_tiles = q_ring.tiles
     if BLOCK_D <= 128:  # else the output lies where the queries lay: there is no room for both
         o_tiles = _tiles(dtype, WARPGROUPS, ROWS, BLOCK_D)
+    rest = Rest(q_ring.tiles, k_ring.tiles, v_ring.tiles, o_tiles)
+    if REST:
+        rest = Rest(
+            _tiles(dtype, WARPGROUPS, ROWS, REST), _tiles(dtype, STAGES, BLOCK_N, REST),
+            _tiles(dtype, STAGES, BLOCK_N, REST), _tiles(dtype, WARPGROUPS, ROWS, REST),
+        )  # fmt: skip
     turn = _barriers(WARPGROUPS, 1)
     fence_async_shared()
     if WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (_consume, (o, lse_ptr, q_ring, k_ring, v_ring, o_tiles, turn, p, scale, OVERLAP, CAUSAL, 0, POLY)),
-                (_consume, (o, lse_ptr, q_ring, k_ring, v_ring, o_tiles, turn, p, scale, OVERLAP, CAUSAL, 1, POLY)),
-                (_produce, (q, k, v, q_ring, k_ring, v_ring, p, GROUP, CAUSAL)),
+                (
+                    _consume,
+                    (
+                        o,
+                        o_rest,
+                        lse_ptr,
+                        q_ring,
+                        k_ring,
+                        v_ring,
+                        o_tiles,
+                        rest,
+                        turn,
+                        p,
+                        scale,
+                        OVERLAP,
+                        CAUSAL,
+                        0,
+                        POLY,
+                        REST,
+                    ),
+                ),
+                (
+                    _consume,
+                    (
+                        o,
+                        o_rest,
+                        lse_ptr,
+                        q_ring,
+                        k_ring,
+                        v_ring,
+                        o_tiles,
+                        rest,
+                        turn,
+                        p,
+                        scale,
+                        OVERLAP,
+                        CAUSAL,
+                        1,
+                        POLY,
+                        REST,
+                    ),
+                ),
+                (_produce, (q, k, v, q_rest, k_rest, v_rest, q_ring, k_ring, v_ring, rest, p, GROUP, CAUSAL, REST)),
             ],
             [4, 1],
             [240, 24],
@@ -425,10 +524,70 @@ def _flash_attention_fwd_hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (o, lse_ptr, q_ring, k_ring, v_ring, o_tiles, turn, p, scale, OVERLAP, CAUSAL, 0, POLY)),
-                (_consume, (o, lse_ptr, q_ring, k_ring, v_ring, o_tiles, turn, p, scale, OVERLAP, CAUSAL, 1, POLY)),
-                (_consume, (o, lse_ptr, q_ring, k_ring, v_ring, o_tiles, turn, p, scale, OVERLAP, CAUSAL, 2, POLY)),
-                (_produce, (q, k, v, q_ring, k_ring, v_ring, p, GROUP, CAUSAL)),
+                (
+                    _consume,
+                    (
+                        o,
+                        o_rest,
+                        lse_ptr,
+                        q_ring,
+                        k_ring,
+                        v_ring,
+                        o_tiles,
+                        rest,
+                        turn,
+                        p,
+                        scale,
+                        OVERLAP,
+                        CAUSAL,
+                        0,
+                        POLY,
+                        REST,
+                    ),
+                ),
+                (
+                    _consume,
+                    (
+                        o,
+                        o_rest,
+                        lse_ptr,
+                        q_ring,
+                        k_ring,
+                        v_ring,
+                        o_tiles,
+                        rest,
+                        turn,
+                        p,
+                        scale,
+                        OVERLAP,
+                        CAUSAL,
+                        1,
+                        POLY,
+                        REST,
+                    ),
+                ),
+                (
+                    _consume,
+                    (
+                        o,
+                        o_rest,
+                        lse_ptr,
+                        q_ring,
+                        k_ring,
+                        v_ring,
+                        o_tiles,
+                        rest,
+                        turn,
+                        p,
+                        scale,
+                        OVERLAP,
+                        CAUSAL,
+                        2,
+                        POLY,
+                        REST,
+                    ),
+                ),
+                (_produce, (q, k, v, q_rest, k_rest, v_rest, q_ring, k_ring, v_ring, rest, p, GROUP, CAUSAL, REST)),
             ],
             [4, 4, 1],
             [160, 160, 24],
@@ -1115,8 +1274,8 @@ def _flash_attention_bwd_dq_hopper_kernel(
 
 # From how many keys on, which tiles; with fewer keys, and with None, the plain kernel is faster. Three warpgroups have no
 # registers for the overlap, and at 64 features gain more from one another, but end later than two.
-TWO = {"BLOCK_N": 128, "WARPGROUPS": 2, "STAGES": 2, "OVERLAP": True, "POLY": 0}
-THREE = {"BLOCK_N": 128, "WARPGROUPS": 3, "STAGES": 2, "OVERLAP": False, "POLY": 0}
+TWO = {"BLOCK_N": 128, "WARPGROUPS": 2, "STAGES": 2, "OVERLAP": True, "POLY": 0, "REST": 0}
+THREE = {"BLOCK_N": 128, "WARPGROUPS": 3, "STAGES": 2, "OVERLAP": False, "POLY": 0, "REST": 0}
 Choices = tuple[tuple[int, dict[str, Any] | None], ...]
 # By BLOCK_D and causal.
 TILES: dict[tuple[int, bool], Choices] = {
@@ -1136,6 +1295,7 @@ BACKWARD_TILES: dict[tuple[str, int], Choices] = {
     ("dq", 128): ((0, {"BLOCK_N": 64, "STAGES": 4}),),
     ("dq", 256): ((0, {"BLOCK_N": 32, "STAGES": 3}),),
 }
+SPLIT_HEADS = False
 PADDING = 128  # rows that lse and delta are padded to: no tile of them reaches into the next head
 
 
@@ -1145,6 +1305,8 @@ def config(
     """The tiles of ``fwd``, ``dkdv`` or ``dq``, ``None`` where the plain kernel is to be used; or of ``bwd``, ``None`` where two are."""
     width, found = max(16, triton.next_power_of_2(d)), None
     choices = TILES.get((width, causal), ()) if kernel == "fwd" else BACKWARD_TILES.get((kernel, width), ())
+    if kernel == "fwd" and SPLIT_HEADS and 64 < d <= 96:  # candidate: 64 features and 16 or 32 more
+        width, choices = 64, ((0, TWO | {"REST": 16 if d <= 80 else 32}),)
     for shortest, tiles in choices:
         found = tiles if s >= shortest else found
     if found is None or itemsize != 2 or not properties.is_hopper:

@@ -237,6 +237,7 @@ def run_forward(
         kernel.grid, *kernel_args(kernel.queries, q), *kernel_args(kernel.keys, k), *kernel_args(kernel.keys, v),
         *kernel_args(kernel.results, o), lse,
         *kernel.sizes, *kernel.mask_args(lengths, lse), scores, *kernel.sink_args(sinks, lse),
+        *kernel.rest_args(q, k, v, o),
     )  # fmt: skip
     if plan.join_sinks is not None:
         launch, grid = plan.join_sinks
