@@ -275,6 +275,7 @@ def test_attention(problem: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) ->
     width = triton.next_power_of_2(d)
     blocks = {"BLOCK_D": width, "ROWS": rows, "STAGES": stages}
     forward = blocks | {"BLOCK_N": block_n, "WARPGROUPS": warpgroups, "OVERLAP": overlap, "POLY": 0, "REST": 0}
+    forward |= {"TURNS": n % 20 > 0, "LATE": n % 20 == 0}
     configs = {
         "fwd": forward | ({"BLOCK_D": 64, "REST": d - 64} if 64 < d < 128 else {}),
         "dkdv": blocks | {"BLOCK_M": 16, "DQ": "no", "DS_STAGES": 0},

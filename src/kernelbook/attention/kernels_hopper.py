@@ -314,22 +314,26 @@ def _step_alone(
 
 @gluon.jit
 def _step(
-    i, acc, more, l, m, left, q, k, v, rest, turn, before, turns, start, rows, diagonal, S, scale, W: gl.constexpr,
+    i, acc, more, l, m, left, q, q_full, round, k, v, rest, turn, before, turns, start, rows, diagonal, S, scale, W: gl.constexpr,
     MASKED: gl.constexpr, CAUSAL: gl.constexpr, SCORES: gl.constexpr, LEFT: gl.constexpr, POLY: gl.constexpr, REST: gl.constexpr,
+    TURNS: gl.constexpr, LATE: gl.constexpr,
 ):  # fmt: skip
     """The scores and softmax of tile i; the product of ``left``, tile i - 1's weights, with its values."""
     slot = _await(k, before + i)
-    # The first one's first turn has no one before it.
-    mbarrier.wait(turn.index(W), ((turns + i) & 1) ^ (W != 0))
+    if TURNS:
+        # The first one's first turn has no one before it.
+        mbarrier.wait(turn.index(W), ((turns + i) & 1) ^ (W != 0))
     scores = _scores(q, k, slot, rest, W, SCORES, REST)
     slot_v = _await(v, before + i - 1)
     out = warpgroup_mma(left, v.tiles.index(slot_v), acc, is_async=True)
     if REST:
         more = warpgroup_mma(left, rest.v.index(slot_v), more, is_async=True)
-    mbarrier.arrive(turn.index((W + 1) % turn.shape[0]))
+    if TURNS:
+        mbarrier.arrive(turn.index((W + 1) % turn.shape[0]))
     PRODUCTS: gl.constexpr = 2 if REST else 1  # with the values
     scores = warpgroup_mma_wait(PRODUCTS, deps=[scores])
-    mbarrier.arrive(k.free.index(slot))
+    if not LATE:  # each arrival has the warps of a warpgroup meet
+        mbarrier.arrive(k.free.index(slot))
     if MASKED:
         scores = gl.where(_seen(start, rows, diagonal, S, CAUSAL, SCORES), scores, float("-inf"))
     p, sums, m, alpha = _softmax(scores, m, scale, MASKED, POLY)
@@ -337,12 +341,17 @@ def _step(
     # The compiler would take the exponentials after the product. It does not move them across a
     # branch: a wait for a barrier is one, also where it returns at once.
     weights = warpgroup_mma_wait(PRODUCTS, deps=[gl.convert_layout(p.to(q.dtype), LEFT)])
-    slot_v = _await(v, before + i - 1)
+    if LATE:  # one that nobody has waited for since the warps have met: before another they would meet again
+        mbarrier.wait(q_full, round & 1)
+    else:
+        slot_v = _await(v, before + i - 1)
     if REST:
         acc, more, left = warpgroup_mma_wait(0, deps=[out, more, left])
         more = _rescaled(more, alpha)
     else:
         acc, left = warpgroup_mma_wait(0, deps=[out, left])
+    if LATE:
+        mbarrier.arrive(k.free.index(slot))
     mbarrier.arrive(v.free.index(slot_v))
     return _rescaled(acc, alpha), more, l, m, weights
 
@@ -350,7 +359,7 @@ def _step(
 @gluon.jit
 def _consume(
     o, o_rest, lse_ptr, q_ring, k, v, o_tiles, rest, turn, p, scale, OVERLAP: gl.constexpr, CAUSAL: gl.constexpr, W: gl.constexpr,
-    POLY: gl.constexpr, REST: gl.constexpr,
+    POLY: gl.constexpr, REST: gl.constexpr, TURNS: gl.constexpr, LATE: gl.constexpr,
 ):  # fmt: skip
     WARPGROUPS: gl.constexpr = q_ring.tiles.shape[0]
     ROWS: gl.constexpr = q_ring.tiles.shape[1]
@@ -385,13 +394,15 @@ def _consume(
             if CAUSAL:  # else only the first tile is masked
                 for i in range(1, masked):
                     acc, more, l, m, left = _step(
-                        i, acc, more, l, m, left, q, k, v, rest, turn, before, turns, (count - 1 - i) * BLOCK_N, rows, diagonal, p.S,
-                        scale, W, True, CAUSAL, SCORES, LEFT, POLY, REST,
+                        i, acc, more, l, m, left, q, q_ring.full.index(W), round, k, v, rest, turn, before, turns,
+                        (count - 1 - i) * BLOCK_N, rows, diagonal, p.S, scale,
+                        W, True, CAUSAL, SCORES, LEFT, POLY, REST, TURNS, LATE,
                     )  # fmt: skip
             for i in range(masked, count):
                 acc, more, l, m, left = _step(
-                    i, acc, more, l, m, left, q, k, v, rest, turn, before, turns, (count - 1 - i) * BLOCK_N, rows, diagonal, p.S,
-                    scale, W, False, CAUSAL, SCORES, LEFT, POLY, REST,
+                    i, acc, more, l, m, left, q, q_ring.full.index(W), round, k, v, rest, turn, before, turns,
+                    (count - 1 - i) * BLOCK_N, rows, diagonal, p.S, scale,
+                    W, False, CAUSAL, SCORES, LEFT, POLY, REST, TURNS, LATE,
                 )  # fmt: skip
             if not SHARED:
                 mbarrier.arrive(q_ring.free.index(W))
@@ -447,7 +458,7 @@ def _flash_attention_fwd_hopper_kernel(
     q_rest, k_rest, v_rest, o_rest,  # descriptors of the features from BLOCK_D on, if REST
     GROUP: gl.constexpr, CAUSAL: gl.constexpr,
     WARPGROUPS: gl.constexpr, OVERLAP: gl.constexpr, POLY: gl.constexpr, STAGES: gl.constexpr,
-    ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, REST: gl.constexpr,
+    ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, REST: gl.constexpr, TURNS: gl.constexpr, LATE: gl.constexpr,
 ):  # fmt: skip
     width = gl.num_programs(0)
     pairs = paired % 2
@@ -474,124 +485,39 @@ def _flash_attention_fwd_hopper_kernel(
     if WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (
-                    _consume,
-                    (
-                        o,
-                        o_rest,
-                        lse_ptr,
-                        q_ring,
-                        k_ring,
-                        v_ring,
-                        o_tiles,
-                        rest,
-                        turn,
-                        p,
-                        scale,
-                        OVERLAP,
-                        CAUSAL,
-                        0,
-                        POLY,
-                        REST,
-                    ),
-                ),
-                (
-                    _consume,
-                    (
-                        o,
-                        o_rest,
-                        lse_ptr,
-                        q_ring,
-                        k_ring,
-                        v_ring,
-                        o_tiles,
-                        rest,
-                        turn,
-                        p,
-                        scale,
-                        OVERLAP,
-                        CAUSAL,
-                        1,
-                        POLY,
-                        REST,
-                    ),
-                ),
+                (_consume, (
+                    o, o_rest, lse_ptr, q_ring, k_ring, v_ring, o_tiles, rest, turn, p, scale,
+                    OVERLAP, CAUSAL, 0, POLY, REST, TURNS, LATE,
+                )),
+                (_consume, (
+                    o, o_rest, lse_ptr, q_ring, k_ring, v_ring, o_tiles, rest, turn, p, scale,
+                    OVERLAP, CAUSAL, 1, POLY, REST, TURNS, LATE,
+                )),
                 (_produce, (q, k, v, q_rest, k_rest, v_rest, q_ring, k_ring, v_ring, rest, p, GROUP, CAUSAL, REST)),
             ],
             [4, 1],
             [240, 24],
-        )
+        )  # fmt: skip
     else:
         gl.warp_specialize(
             [
-                (
-                    _consume,
-                    (
-                        o,
-                        o_rest,
-                        lse_ptr,
-                        q_ring,
-                        k_ring,
-                        v_ring,
-                        o_tiles,
-                        rest,
-                        turn,
-                        p,
-                        scale,
-                        OVERLAP,
-                        CAUSAL,
-                        0,
-                        POLY,
-                        REST,
-                    ),
-                ),
-                (
-                    _consume,
-                    (
-                        o,
-                        o_rest,
-                        lse_ptr,
-                        q_ring,
-                        k_ring,
-                        v_ring,
-                        o_tiles,
-                        rest,
-                        turn,
-                        p,
-                        scale,
-                        OVERLAP,
-                        CAUSAL,
-                        1,
-                        POLY,
-                        REST,
-                    ),
-                ),
-                (
-                    _consume,
-                    (
-                        o,
-                        o_rest,
-                        lse_ptr,
-                        q_ring,
-                        k_ring,
-                        v_ring,
-                        o_tiles,
-                        rest,
-                        turn,
-                        p,
-                        scale,
-                        OVERLAP,
-                        CAUSAL,
-                        2,
-                        POLY,
-                        REST,
-                    ),
-                ),
+                (_consume, (
+                    o, o_rest, lse_ptr, q_ring, k_ring, v_ring, o_tiles, rest, turn, p, scale,
+                    OVERLAP, CAUSAL, 0, POLY, REST, TURNS, LATE,
+                )),
+                (_consume, (
+                    o, o_rest, lse_ptr, q_ring, k_ring, v_ring, o_tiles, rest, turn, p, scale,
+                    OVERLAP, CAUSAL, 1, POLY, REST, TURNS, LATE,
+                )),
+                (_consume, (
+                    o, o_rest, lse_ptr, q_ring, k_ring, v_ring, o_tiles, rest, turn, p, scale,
+                    OVERLAP, CAUSAL, 2, POLY, REST, TURNS, LATE,
+                )),
                 (_produce, (q, k, v, q_rest, k_rest, v_rest, q_ring, k_ring, v_ring, rest, p, GROUP, CAUSAL, REST)),
             ],
             [4, 4, 1],
             [160, 160, 24],
-        )
+        )  # fmt: skip
 
 
 # --- backward: dk and dv --------------------------------------------------------------------------------------------
@@ -1274,8 +1200,26 @@ def _flash_attention_bwd_dq_hopper_kernel(
 
 # From how many keys on, which tiles; with fewer keys, and with None, the plain kernel is faster. Three warpgroups have no
 # registers for the overlap, and at 64 features gain more from one another, but end later than two.
-TWO = {"BLOCK_N": 128, "WARPGROUPS": 2, "STAGES": 2, "OVERLAP": True, "POLY": 0, "REST": 0}
-THREE = {"BLOCK_N": 128, "WARPGROUPS": 3, "STAGES": 2, "OVERLAP": False, "POLY": 0, "REST": 0}
+TWO = {
+    "BLOCK_N": 128,
+    "WARPGROUPS": 2,
+    "STAGES": 2,
+    "OVERLAP": True,
+    "POLY": 0,
+    "REST": 0,
+    "TURNS": True,
+    "LATE": False,
+}
+THREE = {
+    "BLOCK_N": 128,
+    "WARPGROUPS": 3,
+    "STAGES": 2,
+    "OVERLAP": False,
+    "POLY": 0,
+    "REST": 0,
+    "TURNS": True,
+    "LATE": False,
+}
 Choices = tuple[tuple[int, dict[str, Any] | None], ...]
 # By BLOCK_D and causal.
 TILES: dict[tuple[int, bool], Choices] = {
