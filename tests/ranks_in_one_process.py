@@ -131,7 +131,7 @@ class _Windows(windows.Windows):
         self.memory, self._views, self.barrier = memory[rank], {}, lambda: None
         begin = torch.tensor([m.data_ptr() for m in memory], dtype=torch.int64, device=self.device)
         self.addresses = begin, begin + size
-        self.most = lambda tokens: most  # type: ignore[method-assign]
+        self.max_tokens_over_ranks = lambda tokens: most  # type: ignore[method-assign]
 
     def view(self, *part: Any) -> torch.Tensor:
         """A part in memory of its own, which ends where it ends: kernels read it, and write to addresses."""
@@ -153,7 +153,8 @@ def by_windows(xs: Tensors, gates: Tensors, ids: Tensors, grads: Tensors, expert
     if watch := sys.modules.get("kernelbook.lab.watched_memory"):
         watch.reached[:] = memory
     ways = [
-        windows._Way(_Windows(rank, memory, size, max(map(len, xs))), i, experts, share) for rank, i in enumerate(ids)
+        windows._WindowDispatchPlan(_Windows(rank, memory, size, max(map(len, xs))), i, experts, share)
+        for rank, i in enumerate(ids)
     ]
     layout = ways[0].layout(xs[0], gates[0])
     assert layout.size <= size

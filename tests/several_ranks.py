@@ -210,16 +210,16 @@ def windows_grow(folder: Path) -> None:
     assert found.size >= ranks * 7 * 130 * 4
     dist.barrier()
     if rank == ranks - 1:
-        patience, windows.PATIENCE_S = windows.PATIENCE_S, 0.1
+        patience, windows.TIMEOUT_S = windows.TIMEOUT_S, 0.1
         try:
-            found.most(5)
+            found.max_tokens_over_ranks(5)
         except RuntimeError as error:
             assert "rank 0 must call the layer as often" in str(error)
         else:
             raise AssertionError("nobody missed rank 0")
-        windows.PATIENCE_S = patience
+        windows.TIMEOUT_S = patience
     dist.barrier()
-    assert rank == ranks - 1 or found.most(3) == 5  # those that come late hear of it
+    assert rank == ranks - 1 or found.max_tokens_over_ranks(3) == 5  # those that come late hear of it
 
 
 def in_a_graph(folder: Path) -> None:

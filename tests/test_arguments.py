@@ -53,7 +53,7 @@ def test_both_switches_for_tf32_are_read(switch: str) -> None:
         "import torch\n"
         "from kernelbook import tensors\n"
         "matmul = torch.backends.cuda.matmul\n"
-        "assert not tensors.allows_tf32()\n"
+        "assert tensors.precision(torch.float32) == 'ieee'\n"
         f"matmul.{switch} = {on}\n"
         "assert tensors.precision(torch.float32) == 'tf32'\n"
         f"matmul.{switch} = {off}\n"

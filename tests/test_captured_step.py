@@ -25,7 +25,7 @@ from kernelbook import runtime
 from kernelbook.nn import MoELayer, SparseLinear
 from kernelbook.nn.gpt import GPT, GPTConfig
 from kernelbook.train import CapturedStep, ChunkAdamW, capture
-from kernelbook.train.capture import MANY, CapturedCalls, FixedInputs, Known, _no_stashed_generator, state_of
+from kernelbook.train.capture import MANY, CapturedCalls, Fingerprint, FixedInputs, _no_stashed_generator, state_of
 from kernelbook.train.step import KeptGradients
 
 GPU = runtime.DEVICE.type == "cuda"
@@ -708,7 +708,7 @@ CHANGES: dict[str, Callable[[Settings], object]] = {
 def test_a_state_is_known_again_without_a_walk_and_no_change_is_missed(
     change: Callable[[Settings], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, known = Settings(), Known()
+    model, known = Settings(), Fingerprint()
     first = known(model, ("rate", 1))
     assert known(model, ("rate", 1)) is first
     with monkeypatch.context() as patched:
@@ -820,7 +820,7 @@ def test_types_of_values_are_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_kinds_and_their_graphs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The least recently used is dropped, and captured anew where it comes back."""
     emulate(monkeypatch)
-    monkeypatch.setattr(capture, "MOST", 2)
+    monkeypatch.setattr(capture, "MAX_KINDS", 2)
     calls = [{"x": x, "others": i // 6 % 3} for i, x in enumerate(xs(54))]
     step = same(calls, sgd, graphs=2)
     assert len(step._inputs._sets) == 2
@@ -829,7 +829,7 @@ def test_kinds_and_their_graphs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_graph_whose_inputs_were_dropped_is_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     emulate(monkeypatch)
-    monkeypatch.setattr(capture, "MOST", 2)
+    monkeypatch.setattr(capture, "MAX_KINDS", 2)
     model, plain = made(Parts), made(Parts)
     step, other = CapturedStep(model, sgd(model)), CapturedStep(plain, sgd(plain), capture=False)
     for i, x in enumerate(xs(12)):

@@ -229,16 +229,18 @@ def test_a_host_that_is_a_call_ahead_is_understood() -> None:
     for rank, each in enumerate((late, early)):
         each.rank, each._calls, each._told = rank, 0, told
     early._told = [memoryview(bytearray(b"\xff" * 7 + b"\x7f") * 2).cast("q"), told[1]]  # it waits for nobody
-    early.most(5)
-    early.most(9)
-    assert late.most(3) == 5 and late.most(3) == 9
+    early.max_tokens_over_ranks(5)
+    early.max_tokens_over_ranks(9)
+    assert late.max_tokens_over_ranks(3) == 5 and late.max_tokens_over_ranks(3) == 9
 
 
 def test_a_window_is_as_large_as_its_parts() -> None:
     """Counts, then rows, weights and ids of as many tokens as a rank brings at most, from each rank."""
     ensured: list[int] = []
-    three: Any = types.SimpleNamespace(rank=0, ranks=3, most=lambda tokens: tokens, ensure=ensured.append)
-    way = windows._Way(three, torch.zeros(64, 2, dtype=torch.int64), 6, 2)
+    three: Any = types.SimpleNamespace(
+        rank=0, ranks=3, max_tokens_over_ranks=lambda tokens: tokens, ensure=ensured.append
+    )
+    way = windows._WindowDispatchPlan(three, torch.zeros(64, 2, dtype=torch.int64), 6, 2)
     found = way.layout(torch.empty(64, 16), torch.empty(64, 2))
     rows, slots = 3 * 64 * 16 * 4, 3 * 64 * 2 * 4
     assert found == (64, 256, 256 + rows, 256 + rows + slots, 256 + rows + 2 * slots) and ensured == [found.size]

@@ -19,7 +19,7 @@ ABOVE_THE_ROOMS = {"study", "nn", "distributed", "train", "interop", "lab"}
 DOORS = {
     "reference.py": {"kernelbook": set(), "outside": {"torch"}},
     "kernels.py": {
-        "kernelbook": {"runtime", "resources", "packed", "tiles", "gluon_names"},
+        "kernelbook": {"runtime", "packed", "tiles", "gluon_names"},
         "outside": {"torch", "triton"},
     },
     "op.py": {
@@ -55,13 +55,12 @@ BENCH = {
     "memory",
     "operators",
     "packed",
-    "resources",
     "study",
     "tensors",
     "lab",
 }
 # What kernels of several rooms call, the product that several rooms launch, and the kernels that only read, which benches measure.
-SHARED_BY_KERNELS = {"linear.py", "tiles.py", "lab/floor.py", "packed/kernels.py", "packed/kernels_nvidia.py"}
+SHARED_BY_KERNELS = {"linear/kernels.py", "tiles.py", "lab/floor.py", "packed/kernels.py", "packed/kernels_nvidia.py"}
 OWN_MODULES = {
     "reference.py": set(),
     "kernels.py": set(),
@@ -152,7 +151,7 @@ def test_imports_keep_the_rules() -> None:
         ("layer_norm/kernels.py", "from kernelbook import check"),
         ("layer_norm/kernels.py", "from kernelbook.lab import timing"),
         ("interop/transformers.py", "from kernelbook.lab import profiling"),
-        ("resources.py", "import kernelbook.lab.timing"),
+        ("tensors.py", "import kernelbook.lab.timing"),
         ("layer_norm/kernels.py", "from kernelbook import launch"),
         ("layer_norm/reference.py", "import triton"),
         ("layer_norm/reference.py", "from kernelbook import runtime"),

@@ -193,7 +193,7 @@ def test_an_unknown_keyword_is_the_models_own(is_causal: bool, calls: list[dict[
     module, q, gate = _Gated(), randn(2, 3, 9, 8), randn(9)
     causal = torch.full((9, 9), -torch.inf, device=runtime.DEVICE).triu(1) if is_causal else None
     none = torch.empty(0, dtype=torch.int64, device=runtime.DEVICE)
-    for mask in (None, named_attention.statement(none, None)) if is_causal else (None,):
+    for mask in (None, named_attention.encode_mask(none, None)) if is_causal else (None,):
         ours, _ = module(interop.attention_forward, q, gate=gate, mask=mask, is_causal=is_causal)
         torch.testing.assert_close(ours, module(None, q, gate=gate, mask=causal)[0])
     assert not calls
@@ -277,7 +277,7 @@ def test_what_a_statement_says_to_others(stated: bool, window: int | None) -> No
     q, k, v = randn(3, 4, 5, 8), randn(3, 2, 9, 8), randn(3, 2, 9, 8)
     lengths = torch.tensor([9, 7, 8], device=runtime.DEVICE) if stated else None
     none = torch.empty(0, dtype=torch.int64, device=runtime.DEVICE)
-    mask = named_attention.statement(none if lengths is None else lengths, window)
+    mask = named_attention.encode_mask(none if lengths is None else lengths, window)
     made = named_attention.boolean_mask(mask, 5, 9)
     expected = flash_attention(q, k, v, causal=True, lengths=lengths, window=window)
     wide = (t.repeat_interleave(2, dim=1) for t in (k, v))

@@ -71,7 +71,7 @@ def test_nothing_is_merged(monkeypatch: pytest.MonkeyPatch) -> None:
         (experts.gate_up_proj.data_ptr(), (5, 3, 32)),
         (experts.down_proj.data_ptr(), (5, 3, 24)),
     ]
-    assert not experts.__dict__[transformers_experts.HANDED], "handed over for the forward pass only"
+    assert not experts.__dict__[transformers_experts.LORA_ATTRIBUTE], "handed over for the forward pass only"
 
 
 @pytest.mark.parametrize("rank_stabilized", (False, True))

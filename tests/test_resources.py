@@ -5,24 +5,13 @@ import math
 import pytest
 import triton
 
-from kernelbook import operators, resources, runtime
+from kernelbook import operators, runtime
+from kernelbook.lab import resources
 from kernelbook.lab.compiled import CompiledKernel, compile_calls, occupancy
-from kernelbook.resources import Resources, bucket, fits, matmul_resources, tensor_core, tile_resources
+from kernelbook.lab.resources import Resources, bucket, fits, matmul_resources, tensor_core
 
 SMALL = triton.Config({"BLOCK": 64}, num_warps=4, num_stages=2)
 H200 = runtime.TARGETS["sm_90"]
-
-
-def test_registers_are_counted_for_each_thread() -> None:
-    """A 128 x 256 float32 accumulator in 8 warps is 128 registers a thread (not 1,024: dividing by 32 alone)."""
-    config = triton.Config({}, num_warps=8, num_stages=3)
-    needs = tile_resources(config, staged=[(128 * 64, 2), (64 * 256, 2)], held=[(128 * 256, 4)])
-    assert needs.registers_per_thread == resources.BOOKKEEPING_REGISTERS + 128
-    assert needs.shared_bytes == 3 * (128 * 64 + 64 * 256) * 2
-    assert fits(needs, config, H200)
-    half = triton.Config({}, num_warps=4, num_stages=3)
-    assert not fits(tile_resources(half, held=[(128 * 256, 4)]), half, H200)
-    assert tile_resources(triton.Config({}, num_stages=1), staged=[(64, 2)]).shared_bytes == 128
 
 
 def test_shared_memory_and_many_warps_limit_too() -> None:
@@ -58,7 +47,8 @@ LAUNCH = """
 from unittest import mock
 import torch, triton
 import kernelbook as kb
-from kernelbook import operators, resources
+from kernelbook import operators
+from kernelbook.lab import resources
 from kernelbook.sparse_linear import kernels
 ids = torch.arange(4)
 for loads, r, d, k, warps, stages in SPREAD:
@@ -117,7 +107,8 @@ def test_the_model_knows_mixed_loads_and_a_second_product() -> None:
 from unittest import mock
 import torch
 import kernelbook as kb
-from kernelbook import operators, resources
+from kernelbook import operators
+from kernelbook.lab import resources
 from kernelbook.moe_lora import kernels
 shapes = (64, 2048), (8, 2048, 1536), (8, 16, 2048), (8, 1536, 16)
 x, w, a, b = (torch.empty(s, dtype=torch.bfloat16) for s in shapes)

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from tensors import randn
 
 import kernelbook as kb
-from kernelbook import interpreted_rows, operators, runtime
+from kernelbook import interpreter, operators, runtime
 from kernelbook.attention import kernels_same_bits
 from kernelbook.launch import AutotunedLaunch, Launch, launcher
 from kernelbook.layer_norm import kernels as layer_norm
@@ -61,7 +61,7 @@ def test_the_interpreter_s_product_of_a_row_does_not_depend_on_its_place_in_the_
         np.arange(15.0).reshape(3, 5) + np.zeros((*batch, 1, 1)),
     )
     arguments = (Handle(a, "a"), Handle(b, "b"), Handle(np.ones((*batch, 4, 5)), "acc"), "ieee")
-    call = interpreted_rows._row_by_row(dot)
+    call = interpreter._row_by_row(dot)
     with kb.same_bits():
         found = call(None, *arguments)
     assert found.dtype == "acc" and np.array_equal(found.data, a @ b + 1)

@@ -22,17 +22,32 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
+def _merged(word: list[bytes], pair: tuple[bytes, bytes]) -> list[bytes]:
+    new: list[bytes] = []
+    for part in word:
+        # A part that was merged already is longer than the pair's first one, so that "aaa" becomes "aa", "a".
+        if new and (new[-1], part) == pair:
+            new[-1] += part
+        else:
+            new.append(part)
+    return new
+
+
 def _ranks_by_recounting(words: list[str], size: int) -> dict[bytes, int]:
-    """The definition: count all pairs anew before each merge."""
+    """The definition: count all pairs anew before each merge; of equally frequent ones the oldest parts."""
     split = [[bytes([b]) for b in word.encode()] for word in words]
     ranks = {bytes([b]): b for b in range(256)}
+    # In byte-level tokens printable bytes come before the others.
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    ages = {token: (b not in printable, rank) for token, rank in ranks.items() for b in token}
     while len(ranks) < size:
         counts = collections.Counter(pair for word in split for pair in itertools.pairwise(word))
         if not counts:
             break
-        best = min(counts, key=lambda pair: (-counts[pair], pair))
+        best = min(counts, key=lambda pair: (-counts[pair], ages[pair[0]], ages[pair[1]]))
         ranks.setdefault(best[0] + best[1], len(ranks))
-        split = [text._merge(word, best, best[0] + best[1]) for word in split]
+        ages.setdefault(best[0] + best[1], (True, len(ages)))
+        split = [_merged(word, best) for word in split]
     return ranks
 
 

@@ -18,7 +18,6 @@ import kernelbook as kb
 HOPS = 8  # functions of ours that are entered between the public one and the kernel
 NOT_FOLLOWED = {
     "launch.py",
-    "resources.py",
     "runtime.py",
     "arguments.py",
     "memory.py",

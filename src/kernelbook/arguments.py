@@ -13,26 +13,6 @@ from torch.autograd import forward_ad
 from kernelbook import runtime
 from kernelbook.tensors import has_values, is_transformed
 
-__all__ = [
-    "FLOATING",
-    "autocast_dtype",
-    "check_alike",
-    "check_choice",
-    "check_dtype",
-    "check_fields",
-    "check_index_values",
-    "check_indices",
-    "check_linear",
-    "check_same_device",
-    "check_same_dtype",
-    "check_shape",
-    "check_tensor",
-    "in_autocast_dtype",
-    "integer",
-    "number",
-    "once",
-]
-
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -41,7 +21,7 @@ _SIMPLE = frozenset((bool, float, int, str, type(None)))
 
 
 def once(check: Callable[..., Result]) -> Callable[..., Result]:
-    """Calls ``check(*args)`` once for each kind of call, and remembers what it returned.
+    """Call ``check(*args)`` once for each kind of call, and remember what it returned.
 
     Calls are of one kind if their tensors have the same shapes, dtypes, devices and layouts, and all else is equal; so
     ``check`` looks at nothing but that. Arguments that are neither tensors nor simple values are always checked, and so
@@ -88,7 +68,7 @@ def _warn_of_bfloat16(gpu: str) -> None:
 
 
 def check_tensor(op: str, name: str, value: object, *, dtypes: Sequence[torch.dtype] = FLOATING) -> None:
-    """Raises unless ``value`` is a tensor of one of ``dtypes`` on a device where kernels run in this process."""
+    """Raise unless ``value`` is a tensor of one of ``dtypes`` on a device where kernels run in this process."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(value).__name__}")
     check_dtype(op, name, value, dtypes)
@@ -103,7 +83,9 @@ def check_tensor(op: str, name: str, value: object, *, dtypes: Sequence[torch.dt
         return
     if value.device.type != "cpu":
         raise ValueError(f"{op}: {name} must be on a GPU (or on the CPU under the interpreter), got {value.device}")
-    if not runtime.can_launch():
+    if (
+        runtime.COMPILE_ONLY and runtime.compile_target is None
+    ):  # with a target, launches are recorded (see ``compiled``)
         raise ValueError(
             f"{op}: {name} cannot be used: there is no GPU and TRITON_INTERPRET=0, so kernels can only be compiled here"
         )
@@ -112,7 +94,7 @@ def check_tensor(op: str, name: str, value: object, *, dtypes: Sequence[torch.dt
 
 
 def _check_transforms(op: str, name: str, value: torch.Tensor) -> None:
-    """Raises under forward-mode differentiation, which an operator would leave out silently, and under ``func.grad``."""
+    """Raise under forward-mode differentiation, which an operator would leave out silently, and under ``func.grad``."""
     if torch.compiler.is_compiling():
         return
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None:
@@ -125,41 +107,36 @@ def _check_transforms(op: str, name: str, value: torch.Tensor) -> None:
 
 
 def check_dtype(op: str, name: str, value: torch.Tensor, dtypes: Sequence[torch.dtype]) -> None:
-    """Raises a ``TypeError`` unless ``value.dtype`` is one of ``dtypes``."""
+    """Raise a ``TypeError`` unless ``value.dtype`` is one of ``dtypes``."""
     if value.dtype not in dtypes:
         raise TypeError(f"{op}: {name} must have dtype {_names(dtypes)}, got {_names([value.dtype])}")
 
 
 def check_shape(op: str, name: str, value: torch.Tensor, shape: Sequence[int]) -> None:
-    """Raises a ``ValueError`` unless ``value.shape`` is ``shape``."""
+    """Raise a ``ValueError`` unless ``value.shape`` is ``shape``."""
     if tuple(value.shape) != tuple(shape):
         raise ValueError(f"{op}: {name} must have shape {tuple(shape)}, got {tuple(value.shape)}")
 
 
 def check_same_device(op: str, **tensors: torch.Tensor | None) -> None:
-    """Raises a ``ValueError`` unless all tensors (``None`` aside) are on the device of the first."""
-    present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    first, *others = present
-    for name in others:
-        if present[name].device != present[first].device:
-            raise ValueError(
-                f"{op}: {name} must be on the device of {first} ({present[first].device}), got {present[name].device}"
-            )
+    """Raise a ``ValueError`` unless all tensors (``None`` aside) are on the device of the first."""
+    _check_same(op, tensors, "device", "be on", ValueError)
 
 
 def check_same_dtype(op: str, **tensors: torch.Tensor | None) -> None:
-    """Raises a ``TypeError`` unless all tensors (``None`` aside) have the dtype of the first."""
-    present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    first, *others = present
-    for name in others:
-        if present[name].dtype != present[first].dtype:
-            raise TypeError(
-                f"{op}: {name} must have the dtype of {first} ({present[first].dtype}), got {present[name].dtype}"
-            )
+    """Raise a ``TypeError`` unless all tensors (``None`` aside) have the dtype of the first."""
+    _check_same(op, tensors, "dtype", "have", TypeError)
+
+
+def _check_same(op: str, tensors: dict[str, Any], what: str, verb: str, error: type[Exception]) -> None:
+    (first, expected), *others = ((name, getattr(t, what)) for name, t in tensors.items() if t is not None)
+    for name, got in others:
+        if got != expected:
+            raise error(f"{op}: {name} must {verb} the {what} of {first} ({expected}), got {got}")
 
 
 def check_linear(op: str, x: object, name: str, weight: object) -> None:
-    """Raises unless ``x`` (..., K) and the matrix ``weight`` (N, K), called ``name``, have one dtype and one device."""
+    """Raise unless ``x`` (..., K) and the matrix ``weight`` (N, K), called ``name``, have one dtype and one device."""
     check_tensor(op, "x", x)
     check_tensor(op, name, weight)
     assert isinstance(x, torch.Tensor) and isinstance(weight, torch.Tensor)
@@ -173,7 +150,7 @@ def check_linear(op: str, x: object, name: str, weight: object) -> None:
 
 
 def check_alike(op: str, x: torch.Tensor, **others: tuple[Any, Sequence[int]]) -> None:
-    """Raises unless each other tensor, where it is not ``None``, has the shape that comes with it, and dtype and device of ``x``."""
+    """Raise unless each other tensor that is not ``None`` has the shape that comes with it, and dtype and device of ``x``."""
     given = {name: tensor for name, (tensor, _) in others.items() if tensor is not None}
     for name, tensor in given.items():
         check_tensor(op, name, tensor)
@@ -183,7 +160,7 @@ def check_alike(op: str, x: torch.Tensor, **others: tuple[Any, Sequence[int]]) -
 
 
 def check_choice(op: str, name: str, value: object, choices: Sequence[object]) -> None:
-    """Raises a ``ValueError`` unless ``value`` is one of ``choices``."""
+    """Raise a ``ValueError`` unless ``value`` is one of ``choices``."""
     if value not in choices:
         raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
 
@@ -207,7 +184,7 @@ def integer(op: str, name: str, value: Any, expected: str = "an integer", *, lea
 
 
 def check_fields(config: Any) -> None:
-    """Has every field of a dataclass that is declared an ``int`` or a ``float`` hold one; :func:`integer`, :func:`number`."""
+    """Have every field of a dataclass that is declared an ``int`` or a ``float`` hold one; :func:`integer`, :func:`number`."""
     op = type(config).__name__
     for field in dataclasses.fields(config):
         value, declared = getattr(config, field.name), getattr(field.type, "__name__", str(field.type))
@@ -227,7 +204,7 @@ def number(op: str, name: str, value: Any, expected: str = "a number") -> float:
 
 
 def check_indices(op: str, name: str, value: object) -> None:
-    """Raises unless ``value`` is a one-dimensional int64 or int32 tensor; :func:`check_index_values` reads it."""
+    """Raise unless ``value`` is a one-dimensional int64 or int32 tensor; :func:`check_index_values` reads it."""
     check_tensor(op, name, value, dtypes=(torch.int64, torch.int32))
     assert isinstance(value, torch.Tensor)
     if value.ndim != 1:
@@ -235,7 +212,7 @@ def check_indices(op: str, name: str, value: object) -> None:
 
 
 def check_index_values(op: str, name: str, value: torch.Tensor, upper: int | None, *, unique: bool = False) -> None:
-    """Raises unless all entries lie in ``[0, upper)``, from 0 on without ``upper``, and with ``unique`` none comes twice.
+    """Raise unless all entries lie in ``[0, upper)``, from 0 on without ``upper``, and with ``unique`` none comes twice.
 
     Called from an operator's implementation, where the entries exist (``torch.compile`` traces the public function
     without them); what has none is not checked. They are looked at on the CPU, and on a GPU under ``KERNELBOOK_DEBUG=1``
@@ -263,16 +240,14 @@ def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(tensor.device.type)
 
 
-def in_autocast_dtype(*tensors: Any) -> tuple[Any, ...]:
-    """``tensors`` in autocast's dtype where it is on for the first one's device, as PyTorch's own operators take them.
+def lowered(arg: Any, dtype: torch.dtype) -> Any:
+    """Return a floating-point tensor in autocast's ``dtype``, and float64 and what is no such tensor as it is."""
+    is_lowered = isinstance(arg, torch.Tensor) and arg.is_floating_point() and arg.dtype != torch.float64
+    return arg.to(dtype) if is_lowered else arg
 
-    float64 tensors, integers and what is no tensor come back as they are.
-    """
+
+def in_autocast_dtype(*tensors: Any) -> tuple[Any, ...]:
+    """Return ``tensors`` as :func:`lowered` does where autocast is on for the first one's device."""
     first = tensors[0]
     dtype = autocast_dtype(first) if isinstance(first, torch.Tensor) else None
-    if dtype is None:
-        return tensors
-    return tuple(
-        t.to(dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t
-        for t in tensors
-    )
+    return tensors if dtype is None else tuple(lowered(tensor, dtype) for tensor in tensors)

@@ -130,11 +130,11 @@ class Verdict:
         )
 
     def renamed(self, name: str) -> "Verdict":
-        """The same outcome under another name."""
+        """Return the same outcome under another name."""
         return dataclasses.replace(self, name=name)
 
     def require(self) -> "Verdict":
-        """Returns itself, or raises ``CheckError``."""
+        """Return itself, or raise ``CheckError``."""
         if not self.passed:
             raise CheckError(str(self))
         return self
@@ -149,7 +149,7 @@ def compare(
     factor: float = FORWARD_FACTOR,
     floor: float | None = None,
 ) -> Verdict:
-    """Compares ``out`` with ``baseline`` (plain PyTorch in the dtype of ``out``), both against ``ref`` (float64).
+    """Compare ``out`` with ``baseline`` (plain PyTorch in the dtype of ``out``), both against ``ref`` (float64).
 
     ``floor`` is that of many elements, ``FLOOR[out.dtype]`` by default.
     """
@@ -188,7 +188,7 @@ def poisoned_empty() -> Iterator[None]:
         return lambda *args, **kwargs: _fill(allocate(*args, **kwargs))
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(memory.poisonable())
+        stack.enter_context(mock.patch.object(memory, "_new", None))
         for owner, name in (
             (torch, "empty"),
             (torch, "empty_like"),
@@ -212,7 +212,7 @@ def _run(
     upstream: Sequence[torch.Tensor] | None,
     wanted: Sequence[str],
 ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-    """Calls ``fn`` on its own leaves of ``inputs`` (in ``dtype``); outputs, and gradients of ``wanted``."""
+    """Call ``fn`` on its own leaves of ``inputs`` (in ``dtype``); return outputs, and gradients of ``wanted``."""
     own = {}
     for name, value in inputs.items():
         if isinstance(value, torch.Tensor) and value.is_floating_point():
@@ -243,7 +243,7 @@ def check_op(
     gradient_factor: float = GRADIENT_FACTOR,
     require: bool = True,
 ) -> list[Verdict]:
-    """Checks ``fn(**inputs)`` and the gradients of the inputs named in ``grads``.
+    """Check ``fn(**inputs)`` and the gradients of the inputs named in ``grads``.
 
     Args:
         fn: the function under test; it returns a tensor or a tuple of tensors.

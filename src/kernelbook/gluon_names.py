@@ -13,7 +13,7 @@ __all__ = ["USABLE", "async_atomic_add", "async_copy", "thread_barrier", "tma"]
 
 
 def _named(module: Any, **newer: str) -> Any:
-    """The module; where it has the ``newer`` names, a copy in which these functions have the older ones too."""
+    """Return the module; where it has the ``newer`` names, a copy in which these functions have the older ones too."""
     renamed = {old: getattr(module, new) for old, new in newer.items() if hasattr(module, new)}
     if not renamed:
         return module

@@ -1,8 +1,9 @@
-"""What Triton's interpreter needs, and compiled kernels do not: no measured row depends on this file.
+"""Mends of Triton's interpreter, which compiled kernels do not need: no measured row depends on this file.
 
 On a newer NumPy: Triton 3.6 takes an array of one element for a number, NumPy 2.4 does not, and a loop up to a number that a
 kernel is given failed. Masks of truth values: "&" of a number and a tile gives integers, which loads refuse from Triton 3.9 on.
-And float32 in the place of bfloat16, whose arithmetic is silently wrong in it.
+Rows that are the same bits in any tile, within ``same_bits``. And float32 in the place of bfloat16, whose arithmetic is
+silently wrong in it.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ from kernelbook import runtime
 
 
 def mend() -> None:
-    """Has a kernel's numbers be numbers to Python too, as Triton 3.7 does."""
+    """Have a kernel's numbers be numbers to Python too, as Triton 3.7 does."""
     from triton.runtime import interpreter
 
     patch: Any = getattr(interpreter, "_patch_lang_tensor", None)
@@ -31,10 +32,11 @@ def mend() -> None:
     builder: Any = type(interpreter.interpreter_builder)
     for name, place in (("create_masked_load", 1), ("create_masked_store", 2), ("create_atomic_rmw", 3)):
         setattr(builder, name, _with_mask_of_bool(getattr(builder, name), place))
+    builder.create_dot = _row_by_row(builder.create_dot)
 
 
 def _with_mask_of_bool(function: Callable[..., Any], place: int) -> Callable[..., Any]:
-    """A method of the interpreter's builder that is given a mask as its argument number ``place``."""
+    """Return a method of the interpreter's builder that is given a mask as its argument number ``place``."""
 
     @functools.wraps(function)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -44,6 +46,26 @@ def _with_mask_of_bool(function: Callable[..., Any], place: int) -> Callable[...
         return function(self, *args, **kwargs)
 
     return call
+
+
+def _row_by_row(dot: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the interpreter's product of two tiles, which within ``same_bits`` is a product for each row.
+
+    BLAS may add the last rows of a tile in another order than the first, as OpenBLAS does on CPUs with AVX2. What a row
+    becomes would then depend on its place in the tile.
+    """
+
+    @functools.wraps(dot)
+    def create_dot(self: Any, a: Any, b: Any, acc: Any, *how: Any) -> Any:
+        if not runtime.in_same_bits():
+            return dot(self, a, b, acc, *how)
+        of, row = type(a), (..., None, slice(None))
+        rows = dot(
+            self, of(a.data[row], a.dtype), of(b.data[..., None, :, :], b.dtype), of(acc.data[row], acc.dtype), *how
+        )
+        return of(rows.data[..., 0, :], rows.dtype)
+
+    return create_dot
 
 
 @contextlib.contextmanager

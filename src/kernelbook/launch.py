@@ -16,17 +16,6 @@ import triton
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-__all__ = [
-    "OPTIONS",
-    "AutotunedLaunch",
-    "Block",
-    "Descriptor",
-    "Launch",
-    "block",
-    "cdiv",
-    "launcher",
-]
-
 
 def cdiv(a: int, b: int) -> int:
     """``triton.cdiv``, without the wrapper that lets kernels call it too: the host's time counts for small problems."""
@@ -35,7 +24,7 @@ def cdiv(a: int, b: int) -> int:
 
 # --- the launcher ---------------------------------------------------------------------------------------------------
 
-# Whether a product and a sum become one instruction is part of what a kernel computes: no version's default decides it.
+# FMA contraction is pinned: it is part of what a kernel computes, and no version's default decides it.
 OPTIONS = {"enable_fp_fusion": True}
 _RUN = JITFunction.run
 _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
@@ -47,7 +36,7 @@ _CALLS_COMPILED = not runtime.INTERPRET and runtime.HAS_GPU and torch.version.hi
 
 
 def _is_watched() -> bool:
-    """Whether something in Triton wants to see, change or replace launches: hooks, profilers, recorders, debugging."""
+    """Return whether something in Triton wants to see, change or replace launches: hooks, profilers, recorders, debugging."""
     watching = triton.knobs.runtime
     return bool(
         JITFunction.run is not _RUN
@@ -60,7 +49,7 @@ def _is_watched() -> bool:
 
 
 class _IntegerKinds(dict[int, int]):
-    """What Triton specializes an integer argument on: whether it is 1, a multiple of 16, and the type that holds it."""
+    """Triton's specialization of an integer argument: whether it is 1, a multiple of 16, and the type that holds it."""
 
     def __missing__(self, value: int) -> int:
         if len(self) >= 2**16:
@@ -75,7 +64,7 @@ _integer_kinds = _IntegerKinds()
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Block:
-    """What a kernel reads or writes at a time through a tensor descriptor (TMA); made by :func:`block`."""
+    """The block that a kernel reads or writes at a time through a tensor descriptor (TMA); made by :func:`block`."""
 
     shape: tuple[int, ...]
     layout: Any  # of the block in shared memory, for Gluon's kernels
@@ -83,7 +72,7 @@ class Block:
 
 @functools.cache
 def block(*shape: int, layout: Any = None) -> Block:
-    """The one :class:`Block` of this shape and layout: keys hold it, and to hash a layout takes the host longer."""
+    """Return the one :class:`Block` of this shape and layout: keys hold it, and to hash a layout takes the host longer."""
     return Block(shape, layout)
 
 
@@ -186,7 +175,7 @@ class Launch:
         return f"Launch({self.kernel.__name__}, {self.constants})"
 
     def __call__(self, grid: tuple[int, ...], *args: Any) -> None:
-        """Launches ``grid`` programs (one to three numbers) on the device of the tensors, on its current stream.
+        """Launch ``grid`` programs (one to three numbers) on the device of the tensors, on its current stream.
 
         Args:
             grid: numbers of programs.
@@ -213,7 +202,7 @@ class Launch:
 
     @staticmethod
     def _key(device: int, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Any], torch.Tensor]:
-        """The key of a launch, with which Triton takes the same compiled kernel; what that is given; and a tensor of it."""
+        """Return the key of a launch, with which Triton takes the same compiled kernel; what that is given; and a tensor of it."""
         key: list[Any] = [device]
         values: list[Any] = []
         tensor: Any = None
@@ -245,7 +234,7 @@ class Launch:
         return tuple(key), values, tensor
 
     def _by_triton(self, grid: tuple[int, ...], args: tuple[Any, ...]) -> Any:
-        """-> the compiled kernel, where there is one."""
+        """Return the compiled kernel, where there is one."""
         if runtime.INTERPRET:
             with interpreter.widened(args) as wide:
                 return self.kernel[grid](*map(_for_triton, wide), **self.constants)
@@ -266,7 +255,7 @@ class AutotunedLaunch(Launch):
         self._best: dict[tuple[Any, ...], Launch] = {}
 
     def __call__(self, grid: tuple[int, ...], *args: Any) -> None:
-        """Launches, as :class:`Launch` does."""
+        """Launch, as :class:`Launch` does."""
         tensors = [getattr(arg, "tensor", arg) for arg in args]
         first = next(tensor for tensor in tensors if isinstance(tensor, torch.Tensor))
         # Sizes count as resources.bucket rounds them up, so that batches of nearly one size are searched for once.
@@ -282,7 +271,7 @@ class AutotunedLaunch(Launch):
             found(grid, *args)
 
     def configs(self) -> list[triton.Config]:
-        """What is tried: the rule's warps and stages first, then half and twice the warps, and a stage fewer and more."""
+        """Return what is tried: the rule's warps and stages first, then half and twice the warps, and a stage fewer and more."""
         warps, stages = self.constants.get("num_warps", 4), self.constants.get("num_stages", 3)
         pairs = [(w, s) for w in (warps, warps // 2, 2 * warps) for s in (stages, stages - 1, stages + 1)]
         near = [(w, s) for w, s in pairs if 1 <= w <= MAX_WARPS and s >= 1 and (s == stages or w >= warps)]
@@ -301,7 +290,7 @@ MAX_WARPS = 32  # 1,024 threads a program
 
 
 def launcher(kernel: Any, /, *, repeatable: Any = False, **constants: Any) -> Launch:
-    """The one :class:`Launch` of a kernel with these constants, so that plans that agree in them share what it keeps.
+    """Return the one :class:`Launch` of a kernel with these constants, so that plans that agree in them share what it keeps.
 
     Within ``runtime.same_bits`` no multiplication is fused with an addition: which ones are is the compiler's to say, and two
     kernels with the same lines would not round alike.

@@ -1,10 +1,8 @@
 """The memory that a call takes: new tensors, the dtypes of sums, and counters that are zero."""
 
-import contextlib
 import functools
 import math
 import threading
-from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,34 +13,12 @@ from kernelbook import runtime  # before Triton, which it sets up
 # isort: split
 import triton.language as tl
 
-__all__ = [
-    "CAPTURED_COUNTERS",
-    "COUNTERS",
-    "accumulator",
-    "counters",
-    "empty",
-    "poisonable",
-    "present",
-    "tl_accumulator",
-]
-
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))  # the classes of tensors that nobody has derived from
 _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _deterministic = torch._C._get_deterministic_algorithms
-# What Inductor's programs allocate by, on a GPU.
+# What Inductor's programs allocate by, on a GPU; ``None`` has :func:`empty` ask ``torch.empty``.
 _new = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None) if runtime.DEVICE.type == "cuda" else None
-_poisoned: list[None] = []  # while somebody fills new memory: it is asked of torch.empty then
-
-
-@contextlib.contextmanager
-def poisonable() -> Iterator[None]:
-    """Within the context all memory comes from ``torch.empty`` and its like, for :func:`check.poisoned_empty`."""
-    _poisoned.append(None)
-    try:
-        yield
-    finally:
-        _poisoned.pop()
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
@@ -50,25 +26,20 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor) -> tor
     if (
         _new is not None and type(like) in PLAIN and like.get_device() == _current_device()
         and not _deterministic()  # PyTorch may fill new memory then
-        and not _dispatch_modes() and not _poisoned
+        and not _dispatch_modes()
     ):  # fmt: skip
         return _new(*_contiguous(shape), dtype)
     return torch.empty(shape, dtype=dtype, device=like.device)
 
 
-def present(results: Iterable[torch.Tensor | None], like: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """An operator's results, with an empty tensor for each that is not wanted: it cannot return ``None``."""
-    return tuple(empty((0,), like.dtype, like) if result is None else result for result in results)
-
-
 @functools.lru_cache(maxsize=4096)
 def _contiguous(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shape and the strides of a contiguous tensor, as tuples."""
+    """Return the shape and the strides of a contiguous tensor, as tuples."""
     return tuple(shape), tuple(math.prod(max(n, 1) for n in shape[i + 1 :]) for i in range(len(shape)))
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which values of ``dtype`` are summed: float64 for float64, float32 for all others."""
+    """Return the dtype in which values of ``dtype`` are summed: float64 for float64, float32 for all others."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -79,7 +50,7 @@ def tl_accumulator(dtype: torch.dtype) -> tl.dtype:
 
 # --- counters -------------------------------------------------------------------------------------------------------
 
-# Counters that are zero, as each launch leaves them: by device and stream, and (without a stream) for captured graphs.
+# Self-resetting semaphores, zero again after each launch: by device and stream, and (without a stream) for captured graphs.
 _counters: dict[tuple[int, int | None], torch.Tensor] = {}
 _counters_lock = threading.Lock()  # two threads may capture at once
 COUNTERS, CAPTURED_COUNTERS = 2**12, 2**18

@@ -14,7 +14,6 @@ A package says only what is its own, see :class:`Op`. Here and in :mod:`kernelbo
 private parts.
 """
 
-import contextlib
 import functools
 import hashlib
 import threading
@@ -30,9 +29,7 @@ from torch.compiler import is_dynamo_compiling
 
 from kernelbook import arguments, runtime
 from kernelbook.memory import PLAIN, empty
-from kernelbook.tensors import check_versions, fp32_precision, with_versions
-
-__all__ = ["NAMESPACE", "Op", "forget_plans", "needs_dispatcher", "part_of_plans"]
+from kernelbook.tensors import check_versions, fp32_precision, with_versions, without_autocast
 
 NAMESPACE = "kernelbook"
 
@@ -60,7 +57,7 @@ _dynamo_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
 
 def needs_dispatcher() -> bool:
-    """Whether PyTorch's dispatcher has something to add to every call: a compiler, mode, transform, trace or profiler."""
+    """Return whether PyTorch's dispatcher has something to add to every call: a compiler, mode, transform, trace or profiler."""
     return (
         torch.compiler.is_compiling() or _function_modes() > 0 or _profiling() or _trace() is not None
         or forward_ad._current_level >= 0 or _transform() is not None or _dispatch_modes() > 0
@@ -68,7 +65,7 @@ def needs_dispatcher() -> bool:
 
 
 def _is_plain(tensor: Any) -> bool:
-    """Whether a tensor is an ordinary dense one with data: the dispatcher knows what to do for all others."""
+    """Return whether a tensor is an ordinary dense one with data: the dispatcher knows what to do for all others."""
     return type(tensor) in PLAIN and not tensor.is_meta and not tensor.is_neg() and tensor.layout is torch.strided
 
 
@@ -151,7 +148,8 @@ class Op:
     Args:
         schema: name, arguments and results as ``torch.library.define`` takes them. The arguments of a call are positional. A last
             argument ``bool record`` is filled in: whether autograd records the call.
-        check: raises unless the arguments are right; safe for symbolic sizes. Runs where a plan is made, not where one is kept.
+        check: raises unless the arguments are right; safe for symbolic sizes. Runs where a plan is made, not where one is
+            kept. An operator that only other operators call needs none.
         outputs: from the arguments a tuple of new tensors, one for each result; ``None`` for one that this call does without,
             in whose place the dispatcher sees a tensor of no elements. Safe for symbolic sizes: it is the fake kernel too.
         plan: from the arguments what is decided for calls of this kind: launches, grids, numbers; no tensor, stream or
@@ -161,7 +159,8 @@ class Op:
         saves: names of arguments and outputs that the backward pass reads.
         keeps: names of arguments without a gradient (ids, packed weights) that it reads too: no saved-tensor hook sees them,
             and activation checkpoints need not store them.
-        autocast: names of arguments that autocast lowers.
+        autocast: names of arguments that autocast lowers, or a function: from autocast's dtype and the arguments to
+            the arguments.
         kind: from the arguments a smaller key, under which calls of several shapes share a plan, and their checks with it, or
             ``None``. A cache that grows by a token in each call is the case that it is for.
         backward: ``backward(call, *gradients)`` returns the gradients of the tensor arguments, or of the first of them.
@@ -174,14 +173,14 @@ class Op:
         self,
         schema: str,
         *,
-        check: Callable[..., object],
+        check: Callable[..., object] = lambda *_: None,
         outputs: Callable[..., tuple[Any, ...]],
         plan: Callable[..., Any],
         run: Callable[..., object],
         results: int = 1,
         saves: Sequence[str] = (),
         keeps: Sequence[str] = (),
-        autocast: Sequence[str] = (),
+        autocast: Sequence[str] | Callable[..., tuple[Any, ...]] = (),
         kind: Callable[..., tuple[Any, ...] | None] = lambda *_: None,
         backward: Callable[..., Sequence[Any]] | None = None,
     ) -> None:
@@ -192,7 +191,8 @@ class Op:
         names = [parameter.name for parameter in parameters]
         self._records = names[-1] == "record"
         self._tensors = tuple(i for i, parameter in enumerate(parameters) if "Tensor" in str(parameter.type))
-        self._lowered = frozenset(map(names.index, autocast))
+        lowered = frozenset() if callable(autocast) else frozenset(map(names.index, autocast))
+        self._autocast = autocast if callable(autocast) else functools.partial(_lower, lowered)
         self._mutated = tuple(i for i in self._tensors if getattr(parameters[i].alias_info, "is_write", False))
         self._num_outputs = len(parsed.returns)
         self._key = _key_function(self.name, parameters)
@@ -225,7 +225,7 @@ class Op:
                 return self._dispatch(args)
             plan = self._new_plan(key, given)
         if wanted and self.results:
-            return _Recorded.apply((self, plan, given), *[given[i] for i in self._tensors])
+            return _Recorded.apply((self, plan, given), *map(given.__getitem__, self._tensors))
         outputs = self.execute(plan, given)
         return outputs[0] if self.results == 1 else outputs[: self.results]
 
@@ -255,20 +255,14 @@ class Op:
         return outputs
 
     def _given(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The arguments without ``record``, which no user passes."""
+        """Return the arguments without ``record``, which no user passes."""
         return args[:-1] if self._records else args
 
     def _in_autocast_dtype(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The arguments that autocast lowers in its dtype, as PyTorch's own operators take them; float64 stays."""
-        dtype = arguments.autocast_dtype(args[self._tensors[0]]) if isinstance(args[self._tensors[0]], Tensor) else None
-        if dtype is None:
-            return args
-        return tuple(
-            arg.to(dtype)
-            if i in self._lowered and isinstance(arg, Tensor) and arg.is_floating_point() and arg.dtype != torch.float64
-            else arg
-            for i, arg in enumerate(args)
-        )
+        """Return the arguments as autocast, where it is on, has PyTorch's own operators take them."""
+        first = args[self._tensors[0]]
+        dtype = arguments.autocast_dtype(first) if isinstance(first, Tensor) else None
+        return args if dtype is None else self._autocast(dtype, *args)
 
     # --- where PyTorch's dispatcher answers
 
@@ -345,7 +339,7 @@ class Op:
             )
 
     def _for_dispatcher(self, args: Sequence[Any], outputs: tuple[Any, ...]) -> Any:
-        """The outputs as an operator returns them: it cannot return ``None``."""
+        """Return the outputs as an operator returns them: it cannot return ``None``."""
         like = args[self._tensors[0]]
         found = tuple(empty((0,), like.dtype, like) if output is None else output for output in outputs)
         return found[0] if self._num_outputs == 1 else found if found else None
@@ -393,7 +387,7 @@ class Op:
             found = self.backward(call, *gradients)
         else:
             # Autograd may run this in a thread of its own, and later. Dtypes are settled: autocast would lower them.
-            with runtime.same_bits(ctx.same_bits), _without_autocast(first):
+            with runtime.same_bits(ctx.same_bits), without_autocast(first):
                 found = self.backward(call, *gradients)
         # For one that is not wanted the dispatcher returns a tensor of no elements.
         return [gradient if need else None for gradient, need in zip(found, needs, strict=False)]
@@ -420,7 +414,6 @@ class _Recorded(torch.autograd.Function):
         return None, *found, *(None,) * (len(needs) - len(found))
 
 
-def _without_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
-    if tensor.is_meta or not torch.is_autocast_enabled(tensor.device.type):
-        return contextlib.nullcontext()
-    return torch.autocast(tensor.device.type, enabled=False)
+def _lower(lowered: frozenset[int], dtype: torch.dtype, *args: Any) -> tuple[Any, ...]:
+    """Return the arguments, those at the places ``lowered`` in autocast's dtype; float64 stays."""
+    return tuple(arguments.lowered(arg, dtype) if i in lowered else arg for i, arg in enumerate(args))

@@ -36,36 +36,10 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.compiler import is_dynamo_compiling
-
-__all__ = [
-    "COMPILE_ONLY",
-    "DEVICE",
-    "HAS_GPU",
-    "INTERPRET",
-    "TARGETS",
-    "TOO_OLD",
-    "TRIED_TRITON",
-    "TRITON_IS_TRIED",
-    "DeviceProperties",
-    "autotune_enabled",
-    "cache_dir",
-    "can_launch",
-    "compiling_for",
-    "debug_enabled",
-    "device_slug",
-    "ensure_context",
-    "free_bytes",
-    "half_dtype",
-    "in_same_bits",
-    "kernel_dtype",
-    "on_device_of",
-    "properties",
-    "same_bits",
-    "slug",
-]
 
 
 def _has_gpu() -> bool:
@@ -74,15 +48,8 @@ def _has_gpu() -> bool:
     PyTorch then asks the driver's library for management (NVML), whose answer does not know whether the driver is recent
     enough. The first tensor on the GPU will tell.
     """
-    name = "PYTORCH_NVML_BASED_CUDA_CHECK"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
+    with mock.patch.dict(os.environ, {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}):
         return torch.cuda.is_available()
-    finally:
-        del os.environ[name]
-        if before is not None:
-            os.environ[name] = before
 
 
 OLDEST = (7, 5)  # the compute capability from which on all kernels compile
@@ -116,7 +83,7 @@ def _newest_nvidia_gpu() -> tuple[str, tuple[int, int]] | None:
 
 
 def _why_too_old() -> str:
-    """Why Triton cannot use the GPU that PyTorch sees, and what to do, in a sentence; empty if it can, or there is none."""
+    """Return in a sentence why Triton cannot use the GPU that PyTorch sees, and what to do; empty if it can, or there is none."""
     newest = _newest_nvidia_gpu() if torch.version.hip is None and _has_gpu() else None
     if newest is None or newest[1] >= OLDEST:
         return ""
@@ -140,7 +107,7 @@ TRIED_TRITON = ("3.6", "3.7", "3.8", "3.9")
 
 
 def _choose_mode(requested: str | None, has_gpu: bool) -> bool:
-    """Whether kernels are to be interpreted, from the value of ``TRITON_INTERPRET`` and the presence of a GPU."""
+    """Return whether kernels are to be interpreted, from the value of ``TRITON_INTERPRET`` and the presence of a GPU."""
     if requested is None or requested == "":
         return not has_gpu
     lowered = requested.strip().lower()
@@ -152,7 +119,7 @@ def _choose_mode(requested: str | None, has_gpu: bool) -> bool:
 
 
 def _set_up_triton(interpret: bool) -> None:
-    """Switches Triton's interpreter on or off before Triton is imported, or mends what was imported before."""
+    """Switch Triton's interpreter on or off before Triton is imported, or mend what was imported before."""
     if "triton" not in sys.modules:
         os.environ["TRITON_INTERPRET"] = "1" if interpret else "0"
     import triton.language as tl
@@ -181,7 +148,7 @@ def _set_up_triton(interpret: bool) -> None:
 
 
 def _save_time() -> None:
-    """Has the interpreter leave out what it does over and over, without which kernels compute the same: half of its time."""
+    """Have the interpreter leave out what it does over and over, without which kernels compute the same: half of its time."""
     from triton.runtime import interpreter
 
     # It patches triton.language whenever a kernel calls a function. What was patched for the launch is patched still.
@@ -210,7 +177,7 @@ def _save_time() -> None:
 
 
 def _interpret_helpers() -> None:
-    """Has the interpreter run Triton's own helpers, though Triton was imported to compile.
+    """Have the interpreter run Triton's own helpers, though Triton was imported to compile.
 
     Interpreted ones take their places in Triton's modules, where kernels and the other helpers look them up. Kernels of
     others stay as they are. Without a GPU they could not have been launched anyway.
@@ -245,7 +212,7 @@ _set_up_triton(INTERPRET)
 
 
 def _is_tried(version: str) -> bool:
-    """Whether this version of Triton was tried; says so where it was not, and kernels are compiled."""
+    """Return whether this version of Triton was tried; warn where it was not and kernels are compiled."""
     if ".".join(version.split(".")[:2]) in TRIED_TRITON:
         return True
     if not INTERPRET:
@@ -258,20 +225,14 @@ def _is_tried(version: str) -> bool:
     return False
 
 
-def _triton_version() -> str:
-    import triton
-
-    return triton.__version__
-
-
-TRITON_IS_TRIED: bool = _is_tried(_triton_version())
+TRITON_IS_TRIED: bool = _is_tried(sys.modules["triton"].__version__)
 COMPILE_ONLY: bool = not INTERPRET and not HAS_GPU
 DEVICE: torch.device = torch.device("cuda" if HAS_GPU and not INTERPRET else "cpu")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # one object a device: as a key of caches it costs no hash of its fields
 class DeviceProperties:
-    """What a kernel's launch depends on. Sizes are in bytes; registers are 32-bit."""
+    """Properties of a GPU that launches depend on. Sizes are in bytes; registers are 32-bit."""
 
     name: str
     arch: str
@@ -286,7 +247,7 @@ class DeviceProperties:
 
     @property
     def capability(self) -> int:
-        """An NVIDIA GPU's compute capability, 90 for 9.0; 0 of others and of the interpreter."""
+        """Return an NVIDIA GPU's compute capability, 90 for 9.0; 0 of others and of the interpreter."""
         return int(self.arch[3:].rstrip("a")) if self.arch.startswith("sm_") else 0
 
     @property
@@ -307,7 +268,7 @@ class DeviceProperties:
 
     @property
     def has_tensor_cores(self) -> bool:
-        """Whether ``tl.dot`` becomes instructions of tensor cores.
+        """Return whether ``tl.dot`` becomes instructions of tensor cores.
 
         Triton knows those of Ampere and later, and multiplies on Turing as if it had none; cuBLAS uses Turing's too.
         """
@@ -315,7 +276,7 @@ class DeviceProperties:
 
     @property
     def has_wgmma(self) -> bool:
-        """Whether tensor cores read both operands from shared memory; elsewhere they take registers that large tiles need.
+        """Return whether tensor cores read both operands from shared memory; elsewhere they take registers that large tiles need.
 
         So do Blackwell's ``tcgen05``, but not the tensor cores of GeForce's Blackwell (sm_120).
         """
@@ -323,17 +284,17 @@ class DeviceProperties:
 
     @property
     def has_pdl(self) -> bool:
-        """Whether a kernel can start before the one before it has ended (programmatic dependent launch): Hopper and later."""
+        """Return whether a kernel can start before the last one has ended (programmatic dependent launch): Hopper and later."""
         return self.capability >= 90
 
     @property
     def has_tma(self) -> bool:
-        """Whether tiles can be copied by tensor descriptor: on Hopper and later, and in the interpreter."""
+        """Return whether tiles can be copied by tensor descriptor: on Hopper and later, and in the interpreter."""
         return self.capability >= 90 or self.is_interpreter
 
     @property
     def prefers_tma(self) -> bool:
-        """Whether the large tiles that tensor descriptors are for pay: on Hopper and later, and in the interpreter.
+        """Return whether the large tiles that tensor descriptors are for pay: on Hopper and later, and in the interpreter.
 
         GeForce's Blackwell (sm_120) has descriptors too, but multiplies from registers and has less than half the shared
         memory: there such tiles spill or do not fit.
@@ -399,7 +360,7 @@ def same_bits(enabled: bool = True) -> Iterator[None]:
 
 
 def in_same_bits() -> bool:
-    """Whether :func:`same_bits` holds; not for Dynamo, which cannot read it: operators refuse to be compiled in it."""
+    """Return whether :func:`same_bits` holds; not for Dynamo, which cannot read it: operators refuse to be compiled in it."""
     return not is_dynamo_compiling() and _same_bits.get()
 
 
@@ -444,13 +405,8 @@ def _gpu_properties(index: int) -> DeviceProperties:
     )
 
 
-def can_launch() -> bool:
-    """False in a process that can only compile, unless its launches are being recorded (see ``compiled``)."""
-    return not COMPILE_ONLY or compile_target is not None
-
-
 def properties(device: torch.device | None = None) -> DeviceProperties:
-    """The properties of ``device`` (default: the current GPU), of the interpreter, or of the compilation target.
+    """Return the properties of ``device`` (default: the current GPU), of the interpreter, or of the compilation target.
 
     Within :func:`same_bits` they say so, by which every rule knows.
     """
@@ -468,17 +424,17 @@ def _properties(device: torch.device | None) -> DeviceProperties:
 
 
 def slug(name: str) -> str:
-    """A GPU's name as files and folders are called by it: ``NVIDIA H200`` -> ``nvidia-h200``."""
+    """Return a GPU's name as files and folders are called by it: ``NVIDIA H200`` -> ``nvidia-h200``."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def device_slug() -> str:
-    """The name of the folder under ``book/results`` for this machine: ``nvidia-h200``, ``interpreter``."""
+    """Return the name of the folder under ``book/results`` for this machine: ``nvidia-h200``, ``interpreter``."""
     return slug(properties().name) if DEVICE.type == "cuda" else "interpreter"
 
 
 def kernel_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that a kernel of the reader's own is to be given for tensors of ``dtype``.
+    """Return the dtype that a kernel of the reader's own is to be given for tensors of ``dtype``.
 
     It is ``dtype`` itself, except for bfloat16 in the interpreter, whose bfloat16 arithmetic is silently wrong: float32 there,
     which holds all bfloat16 numbers. The package's own kernels are given float32 copies by :func:`interpreter.widened`, which
@@ -488,7 +444,7 @@ def kernel_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def half_dtype() -> torch.dtype:
-    """The dtype of 16 bits that the GPU at hand computes with fast: bfloat16, and float16 on Turing, which has no bfloat16."""
+    """Return the GPU's fast dtype of 16 bits: bfloat16, and float16 on Turing, which has no bfloat16."""
     return torch.bfloat16 if properties().has_tensor_cores else torch.float16
 
 
@@ -496,7 +452,7 @@ _of_thread = threading.local()
 
 
 def ensure_context(device: torch.device) -> None:
-    """Gives this thread a CUDA context on ``device``.
+    """Give this thread a CUDA context on ``device``.
 
     A thread's first kernel may be ours: in the one in which PyTorch runs backward passes, say. It has no CUDA context then,
     and Triton makes no tensor descriptor without one. Whatever PyTorch itself launches brings the context along.
@@ -508,7 +464,7 @@ def ensure_context(device: torch.device) -> None:
 
 
 def on_device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
-    """Makes the GPU that holds ``tensor`` the current one: Triton launches on the current device."""
+    """Make the GPU that holds ``tensor`` the current one: Triton launches on the current device."""
     if not tensor.is_cuda:
         return contextlib.nullcontext()
     ensure_context(tensor.device)
@@ -516,17 +472,17 @@ def on_device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[obje
 
 
 def debug_enabled() -> bool:
-    """Whether ``KERNELBOOK_DEBUG=1`` asks for the checks that cost a synchronisation."""
+    """Return whether ``KERNELBOOK_DEBUG=1`` asks for the checks that cost a synchronisation."""
     return os.environ.get("KERNELBOOK_DEBUG", "") == "1"
 
 
 def autotune_enabled() -> bool:
-    """Whether ``KERNELBOOK_AUTOTUNE=1`` asks for warps and stages to be searched for, and a GPU can time kernels."""
+    """Return whether ``KERNELBOOK_AUTOTUNE=1`` asks for warps and stages to be searched for, and a GPU can time kernels."""
     return os.environ.get("KERNELBOOK_AUTOTUNE", "") == "1" and DEVICE.type == "cuda"
 
 
 def free_bytes() -> int:
-    """How much more memory this process can take on the current GPU, or without one in the machine.
+    """Return how much more memory this process can take on the current GPU, or without one in the machine.
 
     What PyTorch's allocator holds and does not use counts as free; what it was forbidden
     (``PYTORCH_CUDA_ALLOC_CONF=per_process_memory_fraction:0.5``) does not.
@@ -539,7 +495,7 @@ def free_bytes() -> int:
 
 
 def cache_dir() -> Path:
-    """The folder for what is worth keeping between processes; it may not exist yet."""
+    """Return the folder for what is worth keeping between processes; it may not exist yet."""
     own = os.environ.get("KERNELBOOK_CACHE")
     if own:
         return Path(own)

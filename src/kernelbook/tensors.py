@@ -1,4 +1,4 @@
-"""What the rooms ask of tensors on the host: alignment, strides, shapes, and how float32 is multiplied."""
+"""Tensors on the host: alignment, strides, shapes, versions, and how float32 is multiplied."""
 
 import contextlib
 import functools
@@ -9,25 +9,9 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-__all__ = [
-    "allows_tf32",
-    "check_versions",
-    "fp32_precision",
-    "has_aligned_rows",
-    "has_values",
-    "is_batched",
-    "is_transformed",
-    "matrix",
-    "precision",
-    "reshaped",
-    "strided",
-    "with_versions",
-    "without_autocast",
-    "written",
-]
-
 _getter: Any = getattr(torch._C, "_get_fp32_precision_getter", None)
-# How PyTorch is set to multiply float32: what its own switch asks, where it is there.
+# How PyTorch is set to multiply float32, by any of its switches: what its own one asks, where it is there.
+# ``torch.backends.cuda.matmul.allow_tf32`` cannot be read once somebody has set the newer ``fp32_precision``.
 fp32_precision: Callable[[], str] = (
     functools.partial(_getter, "cuda", "matmul") if _getter else lambda: torch.backends.cuda.matmul.fp32_precision
 )
@@ -39,32 +23,23 @@ is_batched = torch._C._functorch.is_legacy_batchedtensor  # by autograd's is_gra
 
 
 def is_transformed() -> bool:
-    """Whether a call is compiled or one of ``torch.func``'s transforms or forward-mode differentiation is at work."""
+    """Return whether a call is compiled or one of ``torch.func``'s transforms or forward-mode differentiation is at work."""
     return torch.compiler.is_compiling() or forward_ad._current_level >= 0 or _transform() is not None
 
 
 def has_values(tensor: torch.Tensor) -> bool:
-    """Whether the host can read what is in a tensor: not on the meta device, of fake ones, and while a graph is traced."""
+    """Return whether the host can read what is in a tensor: not on the meta device, of fake ones, and while a graph is traced."""
     traced = _mode(_modes.FAKE) is not None or _mode(_modes.PROXY) is not None
     return not (tensor.is_meta or traced or hasattr(tensor, "fake_mode"))
 
 
-def allows_tf32() -> bool:
-    """Whether PyTorch is set to multiply float32 matrices in tf32, by any of its switches.
-
-    ``torch.backends.cuda.matmul.allow_tf32`` cannot be read once somebody has set the newer ``fp32_precision``; that one
-    can be read either way.
-    """
-    return fp32_precision() == "tf32"
-
-
 def precision(dtype: torch.dtype) -> str:
-    """How kernels multiply ``dtype`` (``input_precision`` of ``tl.dot``): only float32 has a choice, which is PyTorch's."""
-    return "tf32" if dtype == torch.float32 and allows_tf32() else "ieee"
+    """Return how kernels multiply ``dtype`` (``input_precision`` of ``tl.dot``): only float32 has a choice, which is PyTorch's."""
+    return "tf32" if dtype == torch.float32 and fp32_precision() == "tf32" else "ieee"
 
 
 def strided(tensor: torch.Tensor | None, dims: int, stand_in: torch.Tensor | None = None) -> tuple[Any, ...]:
-    """A tensor that may be missing, and its ``dims`` strides, as a kernel's arguments.
+    """Return a tensor that may be missing, and its ``dims`` strides, as a kernel's arguments.
 
     Without one it is ``stand_in`` and zeros, for a kernel that wants a pointer which it won't touch. (For ``None`` Triton
     would compile a kernel of its own, with the same instructions, for which nothing is recorded.)
@@ -73,7 +48,7 @@ def strided(tensor: torch.Tensor | None, dims: int, stand_in: torch.Tensor | Non
 
 
 def reshaped(result: torch.Tensor, *shape: int) -> torch.Tensor:
-    """An operator's result in another shape, on the same memory.
+    """Return an operator's result in another shape, on the same memory.
 
     It is no view to autograd, which forbids ``y += residual`` on a view that an operator returned.
     """
@@ -81,7 +56,7 @@ def reshaped(result: torch.Tensor, *shape: int) -> torch.Tensor:
 
 
 def has_aligned_rows(tensor: torch.Tensor) -> bool:
-    """Whether the last dimension is contiguous and all rows begin on 16 bytes, one after the other.
+    """Return whether the last dimension is contiguous and all rows begin on 16 bytes, one after the other.
 
     Then rows are loaded in pieces of 16 bytes, and a tensor descriptor can read them.
     """
@@ -96,7 +71,7 @@ def aligned_steps(strides: tuple[int, ...], size: int) -> bool:
 
 
 def without_autocast(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
-    """A context without autocast on the tensor's device.
+    """Return a context without autocast on the tensor's device.
 
     Within an operator dtypes are settled; autocast would lower those of a backward pass that runs under it.
     """
@@ -106,21 +81,13 @@ def without_autocast(tensor: torch.Tensor) -> contextlib.AbstractContextManager[
     return torch.autocast(kind, enabled=False)
 
 
-def written(*tensors: torch.Tensor) -> None:
-    """Says that kernels have written into tensors that the caller has.
-
-    A backward pass that has kept what was in them then raises PyTorch's error instead of reading what is there now.
-    """
-    torch._C._increment_version(tensors)
-
-
 def with_versions(*tensors: torch.Tensor | None) -> tuple[tuple[torch.Tensor, int], ...]:
-    """The tensors (``None`` aside) that a backward pass keeps without autograd, for :func:`check_versions`."""
+    """Return the tensors (``None`` aside) that a backward pass keeps without autograd, for :func:`check_versions`."""
     return tuple((tensor, _version(tensor)) for tensor in tensors if tensor is not None)
 
 
 def check_versions(kept: Iterable[tuple[torch.Tensor, int]]) -> None:
-    """Raises what PyTorch raises where a tensor that a backward pass needs was changed in place since it was kept."""
+    """Raise what PyTorch raises where a tensor that a backward pass needs was changed in place since it was kept."""
     for tensor, version in kept:
         if _version(tensor) != version:
             raise RuntimeError(
@@ -130,7 +97,7 @@ def check_versions(kept: Iterable[tuple[torch.Tensor, int]]) -> None:
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """How often the tensor's memory was changed in place; PyTorch does not count that of inference mode."""
+    """Return how often the tensor's memory was changed in place; PyTorch does not count that of inference mode."""
     return 0 if tensor.is_inference() else tensor._version
 
 

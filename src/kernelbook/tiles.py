@@ -1,4 +1,4 @@
-"""What kernels of several rooms have in common on the device."""
+"""Device functions that kernels of several packages call."""
 
 from kernelbook import runtime  # noqa: F401  (before Triton, which it sets up)
 

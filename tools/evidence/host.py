@@ -38,7 +38,6 @@ GROUPS: dict[str, tuple[tuple[str, ...], str]] = {
            "layer_norm rms_norm sparse_linear scatter_ffn attention attention_decode nf4 fp4 moe_lora observed"),
     "launch": (("launch.py", "operators.py", "memory.py", "tensors.py"), "launch operators memory tensors observed capture"),
     "arguments": (("arguments.py",), "arguments launch layer_norm"),
-    "resources": (("resources.py",), "resources runtime"),
     "packed": (("packed/__init__.py", "packed/fp4.py", "packed/products.py"), "nf4 fp4 moe_lora"),
     "nn": (("nn/*.py",), "swap moe_block models scatter_ffn nf4 sparse_linear interop_attention state train_sparse_inference"),
     "interop": (("interop/*.py",), "swap interop_attention interop_bitsandbytes interop_mxfp4 interop_nvfp4 interop_peft interop_quantizer interop_transformers state"),

@@ -17,7 +17,7 @@ from kernelbook import gluon_names, runtime  # before Triton, which it sets up
 from kernelbook.attention import kernels
 from kernelbook.launch import Block, Descriptor, Launch, block, cdiv, launcher
 from kernelbook.memory import empty, tl_accumulator
-from kernelbook.tensors import aligned_steps, allows_tf32, strided
+from kernelbook.tensors import aligned_steps, precision, strided
 
 try:  # Gluon is experimental: where Triton has changed it, the plain kernels do the work
     from triton.experimental.gluon.language import NVMMASharedLayout as NVMMASharedLayout
@@ -88,7 +88,7 @@ def _precision(q: Tensor) -> str:
     properties = runtime.properties(q.device)
     if q.dtype != torch.float32 or properties.is_amd or not properties.has_tensor_cores:
         return "ieee"
-    return "tf32" if allows_tf32() else "tf32x3"
+    return "tf32" if precision(torch.float32) == "tf32" else "tf32x3"
 
 
 # --- tensors and numbers as kernels take them ------------------------------------------------------------------------

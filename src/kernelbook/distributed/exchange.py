@@ -66,7 +66,7 @@ class _Message(NamedTuple):
 
 @functools.cache
 def _offsets(hidden: int, top_k: int, dtype: torch.dtype, gates: torch.dtype) -> tuple[int, int, int]:
-    """Where weights and ids begin in a message, and where it ends, in bytes."""
+    """Return where weights and ids begin in a message, and where it ends, in bytes."""
 
     def up(size: int) -> int:
         return -(-size // ALIGNED) * ALIGNED
@@ -82,7 +82,7 @@ INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """What kernels that copy are given: to the interpreter integers, since a launch would widen bfloat16 there."""
+    """Return what kernels that copy are given: to the interpreter integers, since a launch would widen bfloat16 there."""
     return tensor.view(INTEGERS[tensor.element_size()]) if runtime.INTERPRET else tensor
 
 
@@ -154,7 +154,7 @@ def _send(
     message: _Message, x: torch.Tensor, gates: torch.Tensor, ids: torch.Tensor, places: torch.Tensor,
     firsts: torch.Tensor, counts: torch.Tensor, num_experts: int, share: int,
 ) -> torch.Tensor:  # fmt: skip
-    """Fills the message; the rows that tokens have in it, (T, n)."""
+    """Fill the message; return the rows that tokens have in it, (T, n)."""
     (tokens, top_k), hidden = ids.shape, x.shape[1]
     of_message = torch.empty_like(places)
     if tokens == 0:
@@ -229,8 +229,8 @@ def _own(message: _Message, first: int, own: int, num_experts: int) -> tuple[tor
 # --- dispatch, combine -----------------------------------------------------------------------------------------------
 
 
-class _Way:
-    """Where tokens go: what the forward pass finds, and the backward pass follows."""
+class _DispatchPlan:
+    """Plan of a dispatch, which the forward pass makes and the backward pass follows: where tokens go."""
 
     sent: list[int]  # rows to each rank
     received: list[int]  # and from each
@@ -258,33 +258,33 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, gates: torch.Tensor, way: _Way
+        ctx: Any, x: torch.Tensor, gates: torch.Tensor, plan: _DispatchPlan
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        ctx.way, ctx.versions = way, with_versions(way.ids)
-        mine, theirs = way.counts.unbind(0)
-        places, firsts = _place(way.ids, way.num_experts, way.share, mine.shape[0], mine)
+        ctx.plan, ctx.versions = plan, with_versions(plan.ids)
+        mine, theirs = plan.counts.unbind(0)
+        places, firsts = _place(plan.ids, plan.num_experts, plan.share, mine.shape[0], mine)
         assert firsts is not None
-        dist.all_to_all_single(theirs, mine, group=way.group)
-        sent, received = wait_for_counts(way.counts)
-        way.sent, way.received = ([rows for rows, _ in count] for count in (sent, received))
-        way.pairs = sum(pairs for _, pairs in received)
-        leaving = _Message.empty(sum(way.sent), x, gates)
-        way.places = _send(leaving, x, gates, way.ids, places, firsts, mine, way.num_experts, way.share)
-        arrived = _Message.of(way.dispatch(leaving.whole), x.shape[1], gates.shape[1], x.dtype, gates.dtype)
-        out, weights, ids, way.slots = _arrive(arrived, theirs, way.pairs)
+        dist.all_to_all_single(theirs, mine, group=plan.group)
+        sent, received = wait_for_counts(plan.counts)
+        plan.sent, plan.received = ([rows for rows, _ in count] for count in (sent, received))
+        plan.pairs = sum(pairs for _, pairs in received)
+        leaving = _Message.empty(sum(plan.sent), x, gates)
+        plan.places = _send(leaving, x, gates, plan.ids, places, firsts, mine, plan.num_experts, plan.share)
+        arrived = _Message.of(plan.dispatch(leaving.whole), x.shape[1], gates.shape[1], x.dtype, gates.dtype)
+        out, weights, ids, plan.slots = _arrive(arrived, theirs, plan.pairs)
         ctx.mark_non_differentiable(ids)
         return out, weights, ids
 
     @staticmethod
     def backward(ctx: Any, drows: torch.Tensor, dweights: torch.Tensor, _: Any) -> tuple[Any, ...]:  # type: ignore[override]
-        way: _Way = ctx.way
+        plan: _DispatchPlan = ctx.plan
         check_versions(ctx.versions)
-        tokens, top_k = way.ids.shape
-        leaving = _Message.empty(sum(way.received), drows, dweights.expand(-1, top_k))
-        _combine(drows.contiguous(), way.slots, leaving.rows, dweights.contiguous(), leaving.weights)
-        arrived = _Message.of(way.combine(leaving.whole), drows.shape[1], top_k, drows.dtype, dweights.dtype)
+        tokens, top_k = plan.ids.shape
+        leaving = _Message.empty(sum(plan.received), drows, dweights.expand(-1, top_k))
+        _combine(drows.contiguous(), plan.slots, leaving.rows, dweights.contiguous(), leaving.weights)
+        arrived = _Message.of(plan.combine(leaving.whole), drows.shape[1], top_k, drows.dtype, dweights.dtype)
         dx, dgates = drows.new_empty(tokens, drows.shape[1]), dweights.new_empty(tokens, top_k)
-        _combine(arrived.rows, way.places, dx, arrived.weights, dgates, way.ids, way.share, way.num_experts)
+        _combine(arrived.rows, plan.places, dx, arrived.weights, dgates, plan.ids, plan.share, plan.num_experts)
         return dx, dgates, None
 
 
@@ -292,26 +292,26 @@ class _Combine(torch.autograd.Function):
     """Results of the pairs (P, H) -> their sums (T, H), where the tokens came from."""
 
     @staticmethod
-    def forward(ctx: Any, pairs: torch.Tensor, way: _Way) -> torch.Tensor:
-        ctx.way = way
-        leaving = pairs.new_empty(sum(way.received), pairs.shape[1])
-        _combine(pairs.contiguous(), way.slots, leaving)
-        out = pairs.new_empty(way.places.shape[0], pairs.shape[1])
-        _combine(way.combine(leaving), way.places, out)
+    def forward(ctx: Any, pairs: torch.Tensor, plan: _DispatchPlan) -> torch.Tensor:
+        ctx.plan = plan
+        leaving = pairs.new_empty(sum(plan.received), pairs.shape[1])
+        _combine(pairs.contiguous(), plan.slots, leaving)
+        out = pairs.new_empty(plan.places.shape[0], pairs.shape[1])
+        _combine(plan.combine(leaving), plan.places, out)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        way: _Way = ctx.way
-        leaving = grad.new_empty(sum(way.sent), grad.shape[1])
-        _spread(grad.contiguous(), way.places, leaving)
-        pairs = grad.new_empty(way.pairs, grad.shape[1])
-        _spread(way.dispatch(leaving), way.slots, pairs)
+        plan: _DispatchPlan = ctx.plan
+        leaving = grad.new_empty(sum(plan.sent), grad.shape[1])
+        _spread(grad.contiguous(), plan.places, leaving)
+        pairs = grad.new_empty(plan.pairs, grad.shape[1])
+        _spread(plan.dispatch(leaving), plan.slots, pairs)
         return pairs, None
 
 
 def wait_for_counts(counts: torch.Tensor) -> list[Any]:
-    """The counts on the host. **The host waits for the device here**, once in a forward pass of a layer, and nowhere else.
+    """Return the counts on the host. **The host waits for the device here**, once in a forward pass of a layer, and nowhere else.
 
     PyTorch's collectives take the sizes of their messages from the host.
     """
@@ -346,9 +346,9 @@ def exchange(
     Returns:
         (T, H) in the dtype of ``experts``' result.
     """
-    way = _Way(expert_ids.contiguous(), num_experts, share, group)
-    rows, weights, ids = _Dispatch.apply(x.contiguous(), gates.contiguous(), way)
-    result: torch.Tensor = _Combine.apply(experts(rows, ids, weights), way)
+    plan = _DispatchPlan(expert_ids.contiguous(), num_experts, share, group)
+    rows, weights, ids = _Dispatch.apply(x.contiguous(), gates.contiguous(), plan)
+    result: torch.Tensor = _Combine.apply(experts(rows, ids, weights), plan)
     return result
 
 

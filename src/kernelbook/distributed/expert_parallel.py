@@ -22,13 +22,13 @@ from kernelbook.tensors import reshaped
 
 __all__ = ["ExpertParallel"]
 
-HANDED = "_kernelbook_lora"  # where PEFT's wrappers leave their pairs, see kernelbook.interop.transformers
+LORA_ATTRIBUTE = "_kernelbook_lora"  # where PEFT's wrappers leave their pairs, see kernelbook.interop.transformers
 GRADIENTS = ("mean", "sum")
 
 
 @dataclasses.dataclass(frozen=True)
 class _Share:
-    """What a module that is expert-parallel knows of it: all experts, those of a rank at most, and the mesh."""
+    """The share of an expert-parallel module: all experts, those of a rank at most, and the mesh."""
 
     num_experts: int
     size: int
@@ -127,7 +127,7 @@ class ExpertParallel(ParallelStyle):
 
 
 def _sharded(module: torch.nn.Module, num_experts: int) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Parameter]]:
-    """The parameters that have a row an expert, with the modules that own them."""
+    """Return the parameters that have a row an expert, with the modules that own them."""
     owners = [module, *getattr(module, "parametrizations", {}).values()]
     owners += [parts[0] for parts in getattr(module, "parametrizations", {}).values()]
     for owner in owners:
@@ -151,7 +151,7 @@ def _on_own_experts(module: torch.nn.Module, share: _Share) -> Iterator[None]:
                 local = _Local.apply(parameter, divisor) if parameter.requires_grad else parameter._local_tensor
                 owner._parameters[name] = local  # type: ignore[assignment]
     try:
-        with own_pairs(module.__dict__.get(HANDED, {}), share.own, share.num_experts):
+        with own_pairs(module.__dict__.get(LORA_ATTRIBUTE, {}), share.own, share.num_experts):
             yield
     finally:
         for parameters, name, parameter in replaced:

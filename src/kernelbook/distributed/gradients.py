@@ -29,7 +29,7 @@ AT_ONCE = 2**20  # bytes from which a gradient travels by itself, while the back
 
 
 class _Part(NamedTuple):
-    """What of a gradient is to be reduced, and how it gets back."""
+    """The part of a gradient that is to be reduced, and how it gets back."""
 
     values: torch.Tensor
     finish: Callable[[], object]
@@ -39,7 +39,7 @@ Select = Callable[[torch.Tensor], _Part]
 
 
 class _Pass:
-    """What one backward pass has to average. Its callback alone holds it: of a pass that raises nothing is left."""
+    """Gradients that one backward pass has to average. Its callback alone holds them: of a pass that raises nothing is left."""
 
     def __init__(self) -> None:
         self.started: list[tuple[Any, _Part]] = []
@@ -62,11 +62,11 @@ class Reduction:
         self._current: Callable[[], _Pass | None] = lambda: None
 
     def add(self, parameter: torch.Tensor, select: Select) -> None:
-        """Averages ``parameter``'s gradient, or the part that ``select`` finds in it."""
+        """Average ``parameter``'s gradient, or the part that ``select`` finds in it."""
         self._handles.append(parameter.register_post_accumulate_grad_hook(functools.partial(self._take, select)))
 
     def remove(self) -> None:
-        """Leaves the gradients alone from now on."""
+        """Leave the gradients alone from now on."""
         for handle in self._handles:
             handle.remove()
 
@@ -87,7 +87,7 @@ class Reduction:
             current.started.append((work, part))
 
     def start(self, values: torch.Tensor, group: dist.ProcessGroup | None, op: Any = dist.ReduceOp.SUM) -> Any:
-        """An all-reduce, which is counted; what it returns is to be waited for."""
+        """Start an all-reduce, and count it; return what to wait for."""
         self.bytes += values.nbytes
         return dist.all_reduce(values, op, group=group, async_op=True)
 
@@ -111,7 +111,7 @@ class Reduction:
             part.finish()
 
 
-def _nothing() -> None:
+def _no_op() -> None:
     pass
 
 
@@ -129,15 +129,15 @@ def _all_of(grad: torch.Tensor) -> _Part:
     if isinstance(grad, DTensor):
         grad = grad.to_local()
     if grad.is_sparse:  # of the same rows on every rank
-        return _Part(grad._values(), _nothing)
+        return _Part(grad._values(), _no_op)
     if grad.is_contiguous():
-        return _Part(grad, _nothing)
+        return _Part(grad, _no_op)
     values = grad.contiguous()
     return _Part(values, lambda: grad.copy_(values))
 
 
 def _active_rows(layer: SparseLinear, grad: torch.Tensor) -> _Part:
-    """The rows of the chunks that are active, of a gradient that is zero in all others."""
+    """Return the rows of the chunks that are active, of a gradient that is zero in all others."""
     ids = layer.active_chunks
     if grad.is_sparse or ids is None or layer.mode == "dense":
         return _all_of(grad)
@@ -238,7 +238,7 @@ def _saves(layer: SparseLinear) -> bool:
 
 
 def reduce_active_rows(module: torch.nn.Module, group: dist.ProcessGroup | None = None) -> Reduction:
-    """Averages the gradients of all :class:`kernelbook.nn.SparseLinear` in ``module``, and sends their active rows only.
+    """Average the gradients of all :class:`kernelbook.nn.SparseLinear` in ``module``, and send their active rows only.
 
     ::
 
@@ -302,7 +302,7 @@ def _checked(layer: SparseLinear, group: dist.ProcessGroup | None, grad: torch.T
 
 
 def keep_equal(parameters: Iterable[torch.Tensor], group: dist.ProcessGroup | None = None) -> Reduction:
-    """Makes ``parameters`` equal on all ranks of ``group`` and keeps them so: the first rank's values, averaged gradients.
+    """Make ``parameters`` equal on all ranks of ``group`` and keep them so: the first rank's values, averaged gradients.
 
     For what neither DDP nor ``fully_shard`` manages. Each rank that adds LoRA pairs to a sharded model draws its own, and
     nobody averages their gradients: as many models as ranks are trained, and one of them is saved. With ::

@@ -51,7 +51,7 @@ class Ranks:
         atexit.register(self.close)
 
     def run(self, code: str, timeout_s: float = 300.0) -> list[str]:
-        """Executes ``code`` on every rank; what each has printed.
+        """Execute ``code`` on every rank; return what each has printed.
 
         Raises:
             RuntimeError: a rank raised an error, or has ended.
@@ -80,7 +80,7 @@ class Ranks:
         return [text[1:] for text in texts]
 
     def close(self) -> None:
-        """Ends the processes."""
+        """End the processes."""
         if self._process.poll() is None:
             self._process.terminate()
             try:
@@ -100,7 +100,7 @@ _ranks: Ranks | None = None
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """Adds the cell magic ``%%ranks``, which prints what rank 0 prints; ``%%ranks all`` what every one does."""
+    """Add the cell magic ``%%ranks``, which prints what rank 0 prints; ``%%ranks all`` what every one does."""
 
     def ranks(line: str, cell: str) -> None:
         global _ranks

@@ -21,7 +21,7 @@ NESTED_BLOCK = 256  # absmax values that share one nested absmax
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A sharded tensor that is read outside its module's forward pass is gathered, by all ranks."""
+    """Gather a sharded tensor that is read outside its module's forward pass, on all ranks."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -30,8 +30,8 @@ class ExpertBytes(NF4Parametrization):
 
     ROWS = ("absmax", "nested_absmax")
 
-    def __init__(self, q: NF4Tensor, *, turned: bool = False) -> None:
-        super().__init__(q, turned=turned)
+    def __init__(self, q: NF4Tensor, *, transposed: bool = False) -> None:
+        super().__init__(q, transposed=transposed)
         for name in self.ROWS:
             delattr(self, name)
             part = getattr(q, name)
@@ -73,7 +73,7 @@ def _own_scales(q: NF4Tensor) -> NF4Tensor:
 
 
 def by_expert(module: torch.nn.Module) -> int:
-    """Lays out every 4-bit parameter in ``module`` by expert, see above; returns how many. A second call changes nothing.
+    """Lay out every 4-bit parameter in ``module`` by expert, see above; return how many. A second call changes nothing.
 
     Outputs do not change. The state dict does: packed bytes and scales have a row an expert. A model that is to load a
     checkpoint of a sharded one, on any number of ranks or on one GPU, goes through here first. With double quantization, in
@@ -101,6 +101,6 @@ def by_expert(module: torch.nn.Module) -> int:
             to_change.append((parts, q))
     for parts, q in to_change:
         q = _own_scales(q)
-        parts[0] = ExpertBytes(q, turned=parts[0].turned).train(parts[0].training)
+        parts[0] = ExpertBytes(q, transposed=parts[0].transposed).train(parts[0].training)
         parts.original = torch.nn.Parameter(_rows(q.packed, q.shape[0]), requires_grad=False)
     return found

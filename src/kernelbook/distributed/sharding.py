@@ -54,7 +54,7 @@ def fully_shard(module: torch.nn.Module, **options: Any) -> Any:
 
 
 def hand_out(tensor: torch.Tensor, group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Copies the tensor of the group's first rank to the others: of a ``DTensor`` the local part, which is the same there."""
+    """Copy the tensor of the group's first rank to the others: of a ``DTensor`` the local part, which is the same there."""
     local = tensor.detach()
     if isinstance(local, DTensor):
         local = local.to_local()
@@ -90,7 +90,7 @@ def _keep_dtype(parameter: Any, policy: fsdp.MixedPrecisionPolicy) -> None:
 
 
 def groups_of(module: Any) -> list[Any]:
-    """The groups of parameters that ``fully_shard`` manages for a module."""
+    """Return the groups of parameters that ``fully_shard`` manages for a module."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     return [group for group in groups if group is not None]

@@ -37,7 +37,7 @@ from kernelbook.tensors import check_versions, with_versions
 __all__ = ["Windows", "exchange_shared", "windows_of"]
 
 ALIGNED = 256  # bytes
-PATIENCE_S = 600.0  # for a host that does not call the layer, as PyTorch's groups have it
+TIMEOUT_S = 600.0  # for a host that does not call the layer, as PyTorch's groups have it
 
 
 def _up(size: int) -> int:
@@ -45,7 +45,7 @@ def _up(size: int) -> int:
 
 
 class _Layout(NamedTuple):
-    """Where the parts of a window begin, in bytes: counts of rows, rows (n, capacity, H), weights and ids (n, capacity, k)."""
+    """Offsets of the parts of a window, in bytes: counts of rows, rows (n, capacity, H), weights and ids (n, capacity, k)."""
 
     capacity: int
     rows: int
@@ -111,7 +111,7 @@ class Windows:
         return [part.data_ptr() for part in mapped]
 
     def _mapped(self, size: int) -> list[torch.Tensor]:
-        """A file of zeros of each rank, in the memory of all."""
+        """Return a file of zeros of each rank, in the memory of all."""
         group = self._group()
         names = [tempfile.mkdtemp(prefix="kernelbook-") if self.rank == 0 else ""]
         dist.broadcast_object_list(names, group=group, group_src=0)
@@ -127,8 +127,8 @@ class Windows:
             os.rmdir(names[0])
         return mapped
 
-    def most(self, tokens: int) -> int:
-        """The most tokens that a rank brings to this call: hosts wait here for each other's call, and for no device."""
+    def max_tokens_over_ranks(self, tokens: int) -> int:
+        """Return the most tokens that a rank brings to this call: hosts wait here for each other's call, and for no device."""
         self._calls += 1
         call, side, found = self._calls << 32, self._calls % 2, tokens
         self._told[self.rank][side] = call | tokens
@@ -137,19 +137,19 @@ class Windows:
             while told[side] < call:
                 tries += 1
                 if tries == 1:
-                    end = time.monotonic() + PATIENCE_S
+                    end = time.monotonic() + TIMEOUT_S
                 elif tries > 1000:  # a good while: others may want this processor
                     time.sleep(2e-5)
                     if time.monotonic() > end:
                         raise RuntimeError(
                             f"ExpertParallel(waits=False): rank {rank} must call the layer as often as rank {self.rank}, and has "
-                            f"not for {PATIENCE_S:g} s"
+                            f"not for {TIMEOUT_S:g} s"
                         )
             found = max(found, told[side] - call)
         return found
 
     def view(self, window: int, at: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A part of this rank's own window."""
+        """Return a part of this rank's own window."""
         found = self._views.get((window, at, shape, dtype))
         if found is None:
             if len(self._views) >= 4096:
@@ -166,7 +166,7 @@ _named: dict[str, Callable[[], Any]] = {}
 
 
 def windows_of(group: dist.ProcessGroup, device: torch.device) -> Windows | None:
-    """The windows of the group; ``None`` where its ranks cannot reach each other's memory. A collective, the first time."""
+    """Return the windows of the group; ``None`` where its ranks cannot reach each other's memory. A collective, the first time."""
     if group not in _found:
         index = torch.cuda.current_device() if device.type == "cuda" else 0
         about = (socket.gethostname(), _boot(), os.environ.get("CUDA_VISIBLE_DEVICES"), device.type)
@@ -197,8 +197,8 @@ def _boot() -> str:
 # --- launches -------------------------------------------------------------------------------------------------------
 
 
-class _Way:
-    """Where tokens go: what the forward pass finds, and the backward pass follows. ``capacity`` (C): the most tokens of a rank."""
+class _WindowDispatchPlan:
+    """Plan of a dispatch, which the forward pass makes and the backward pass follows: where tokens go. ``capacity`` (C): the most tokens of a rank."""
 
     places: torch.Tensor  # (T, n): rank * capacity + row there, or -1
     counts: torch.Tensor  # (n,) int32, rows from each rank
@@ -206,7 +206,7 @@ class _Way:
     def __init__(self, windows: Windows, ids: torch.Tensor, num_experts: int, share: int) -> None:
         self.windows, self.ids, self.num_experts, self.share = windows, ids, num_experts, share
         self.own = max(min(share, num_experts - windows.rank * share), 0)
-        self.capacity = windows.most(ids.shape[0])
+        self.capacity = windows.max_tokens_over_ranks(ids.shape[0])
 
     def layout(self, x: torch.Tensor, gates: torch.Tensor) -> _Layout:
         top_k = self.ids.shape[1]
@@ -234,31 +234,33 @@ def _give_launch(has_weights: bool, top_k: int, hidden: int) -> Launch:
     return launcher(kernels._give_kernel, HAS_WEIGHTS=has_weights, k=top_k, **blocks, num_warps=kernels.WARPS)
 
 
-def _put(way: _Way, layout: _Layout, x: torch.Tensor, gates: torch.Tensor | None) -> None:
+def _put(plan: _WindowDispatchPlan, layout: _Layout, x: torch.Tensor, gates: torch.Tensor | None) -> None:
     """Rows, and with ``gates`` weights and ids, into window 0 of the ranks that they visit."""
-    (tokens, top_k), hidden, windows = way.ids.shape, x.shape[1], way.windows
+    (tokens, top_k), hidden, windows = plan.ids.shape, x.shape[1], plan.windows
     if tokens:
         launch = _put_launch(gates is not None, top_k, hidden)
         launch(
-            (tokens,), _bits(x), None if gates is None else _bits(gates), way.ids, way.places, windows.addresses[0],
-            windows.rank, layout.capacity, way.share, windows.ranks, way.num_experts, hidden, layout.rows, layout.weights,
+            (tokens,), _bits(x), None if gates is None else _bits(gates), plan.ids, plan.places, windows.addresses[0],
+            windows.rank, layout.capacity, plan.share, windows.ranks, plan.num_experts, hidden, layout.rows, layout.weights,
             layout.ids,
         )  # fmt: skip
 
 
-def _take(way: _Way, layout: _Layout, like: torch.Tensor, gates: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+def _take(
+    plan: _WindowDispatchPlan, layout: _Layout, like: torch.Tensor, gates: torch.Tensor | None
+) -> tuple[torch.Tensor, ...]:
     """(n C, H) rows, and with ``gates`` (n C, k) weights and ids, out of this rank's window 0: zeros, and ids to skip, where
     nothing came."""
-    top_k, hidden, windows = way.ids.shape[1], like.shape[1], way.windows
+    top_k, hidden, windows = plan.ids.shape[1], like.shape[1], plan.windows
     count = windows.ranks * layout.capacity
     out = torch.empty(count, hidden, dtype=like.dtype, device=like.device)
     if gates is None:
         weights = ids = None
-        counts = way.counts
+        counts = plan.counts
     else:
         weights = torch.empty(count, top_k, dtype=gates.dtype, device=like.device)
         ids = torch.empty(count, top_k, dtype=torch.int32, device=like.device)
-        way.counts = torch.empty(windows.ranks, dtype=torch.int32, device=like.device)
+        plan.counts = torch.empty(windows.ranks, dtype=torch.int32, device=like.device)
         counts = windows.view(0, 0, (windows.ranks,), torch.int32)
     if count:
         launch = _take_launch(gates is not None, top_k, hidden)
@@ -270,29 +272,29 @@ def _take(way: _Way, layout: _Layout, like: torch.Tensor, gates: torch.Tensor | 
                 _bits(weights), ids,
             )  # fmt: skip
         rows = windows.view(0, layout.rows, (count, hidden), like.dtype)
-        launch((count,), _bits(rows), counts, _bits(out), way.counts, *given, layout.capacity, way.own, hidden)
+        launch((count,), _bits(rows), counts, _bits(out), plan.counts, *given, layout.capacity, plan.own, hidden)
     return (out,) if weights is None or ids is None else (out, weights, ids)
 
 
-def _give(way: _Way, layout: _Layout, rows: torch.Tensor, weights: torch.Tensor | None) -> None:
+def _give(plan: _WindowDispatchPlan, layout: _Layout, rows: torch.Tensor, weights: torch.Tensor | None) -> None:
     """Rows (n C, H), and weights (n C, k), into window 1 of the ranks where their tokens came from."""
-    top_k, hidden, windows = way.ids.shape[1], rows.shape[1], way.windows
+    top_k, hidden, windows = plan.ids.shape[1], rows.shape[1], plan.windows
     if layout.capacity:
         launch = _give_launch(weights is not None, top_k, hidden)
         launch(
-            (windows.ranks * layout.capacity,), _bits(rows), None if weights is None else _bits(weights), way.counts,
+            (windows.ranks * layout.capacity,), _bits(rows), None if weights is None else _bits(weights), plan.counts,
             windows.addresses[1], windows.rank, layout.capacity, hidden, layout.rows, layout.weights,
         )  # fmt: skip
 
 
-def _sums(way: _Way, layout: _Layout, out: torch.Tensor, weights: torch.Tensor | None) -> None:
+def _sums(plan: _WindowDispatchPlan, layout: _Layout, out: torch.Tensor, weights: torch.Tensor | None) -> None:
     """Out of this rank's window 1: out (T, H), sums of the rows that came back; and (T, k) weights."""
-    windows, top_k = way.windows, way.ids.shape[1]
+    windows, top_k = plan.windows, plan.ids.shape[1]
     count = windows.ranks * layout.capacity
     rows = windows.view(1, layout.rows, (count, out.shape[1]), out.dtype)
     theirs = None if weights is None else windows.view(1, layout.weights, (count, top_k), weights.dtype)
     _combine(
-        rows, way.places, out, theirs, weights, way.ids if weights is not None else None, way.share, way.num_experts
+        rows, plan.places, out, theirs, weights, plan.ids if weights is not None else None, plan.share, plan.num_experts
     )
 
 
@@ -304,35 +306,35 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, gates: torch.Tensor, way: _Way
+        ctx: Any, x: torch.Tensor, gates: torch.Tensor, plan: _WindowDispatchPlan
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        ctx.way, ctx.versions, windows = way, with_versions(way.ids), way.windows
-        layout = way.layout(x, gates)
-        way.places, _ = _place(
-            way.ids,
-            way.num_experts,
-            way.share,
+        ctx.plan, ctx.versions, windows = plan, with_versions(plan.ids), plan.windows
+        layout = plan.layout(x, gates)
+        plan.places, _ = _place(
+            plan.ids,
+            plan.num_experts,
+            plan.share,
             windows.ranks,
             None,
             windows.addresses[0],
             windows.rank,
             layout.capacity,
         )
-        _put(way, layout, x, gates)
+        _put(plan, layout, x, gates)
         windows.barrier()
-        rows, weights, ids = _take(way, layout, x, gates)
+        rows, weights, ids = _take(plan, layout, x, gates)
         ctx.mark_non_differentiable(ids)
         return rows, weights, ids
 
     @staticmethod
     def backward(ctx: Any, drows: torch.Tensor, dweights: torch.Tensor, _: Any) -> tuple[Any, ...]:  # type: ignore[override]
-        way: _Way = ctx.way
+        plan: _WindowDispatchPlan = ctx.plan
         check_versions(ctx.versions)
-        layout, (tokens, top_k) = way.layout(drows, dweights), way.ids.shape
-        _give(way, layout, drows.contiguous(), dweights.contiguous())
-        way.windows.barrier()
+        layout, (tokens, top_k) = plan.layout(drows, dweights), plan.ids.shape
+        _give(plan, layout, drows.contiguous(), dweights.contiguous())
+        plan.windows.barrier()
         dx, dgates = drows.new_empty(tokens, drows.shape[1]), dweights.new_empty(tokens, top_k)
-        _sums(way, layout, dx, dgates)
+        _sums(plan, layout, dx, dgates)
         return dx, dgates, None
 
 
@@ -340,23 +342,23 @@ class _Combine(torch.autograd.Function):
     """Results of the rows (n C, H) -> their sums (T, H), where the tokens came from."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, way: _Way) -> torch.Tensor:
-        ctx.way, ctx.weights = way, weights
-        layout = way.layout(rows, weights)
-        _give(way, layout, rows.contiguous(), None)
-        way.windows.barrier()
-        out = rows.new_empty(way.ids.shape[0], rows.shape[1])
-        _sums(way, layout, out, None)
+    def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, plan: _WindowDispatchPlan) -> torch.Tensor:
+        ctx.plan, ctx.weights = plan, weights
+        layout = plan.layout(rows, weights)
+        _give(plan, layout, rows.contiguous(), None)
+        plan.windows.barrier()
+        out = rows.new_empty(plan.ids.shape[0], rows.shape[1])
+        _sums(plan, layout, out, None)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        way: _Way = ctx.way
-        layout = way.layout(grad, ctx.weights)
-        _put(way, layout, grad.contiguous(), None)
-        way.windows.barrier()
-        (rows,) = _take(way, layout, grad, None)
-        way.windows.barrier()
+        plan: _WindowDispatchPlan = ctx.plan
+        layout = plan.layout(grad, ctx.weights)
+        _put(plan, layout, grad.contiguous(), None)
+        plan.windows.barrier()
+        (rows,) = _take(plan, layout, grad, None)
+        plan.windows.barrier()
         return rows, None, None
 
 
@@ -375,13 +377,13 @@ def exchange_shared(
 
     Experts get ``ranks`` times as many rows as the rank with the most tokens brings, ``k`` slots a row of which those are skipped
     that are not theirs: the host does not know how many came, so their buffers have the size that no batch exceeds. That most
-    the hosts tell each other: they wait for each other's call, see :meth:`Windows.most`.
+    the hosts tell each other: they wait for each other's call, see :meth:`Windows.max_tokens_over_ranks`.
 
     Args: as ``exchange.exchange``; ``experts`` is called with k slots a row, of which ids equal to this rank's number of experts
         are to be skipped.
     """
-    way = _Way(windows, expert_ids.contiguous(), num_experts, share)
+    plan = _WindowDispatchPlan(windows, expert_ids.contiguous(), num_experts, share)
     gates = gates.contiguous()
-    rows, weights, ids = _Dispatch.apply(x.contiguous(), gates, way)
-    result: torch.Tensor = _Combine.apply(experts(rows, ids, weights), weights.detach(), way)
+    rows, weights, ids = _Dispatch.apply(x.contiguous(), gates, plan)
+    result: torch.Tensor = _Combine.apply(experts(rows, ids, weights), weights.detach(), plan)
     return result

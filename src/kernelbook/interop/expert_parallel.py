@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from kernelbook.distributed.exchange import exchange
-from kernelbook.distributed.expert_parallel import HANDED, own_pairs
+from kernelbook.distributed.expert_parallel import LORA_ATTRIBUTE, own_pairs
 
 __all__ = ["NAME", "register"]
 
@@ -55,7 +55,7 @@ def register() -> None:
             size: int = self.num_local_experts  # type: ignore[assignment, unused-ignore]
             first = self.ep_mesh.get_local_rank() * size
             with own_pairs(
-                self.experts.__dict__.get(HANDED, {}), slice(first, first + size), size * self.ep_mesh.size()
+                self.experts.__dict__.get(LORA_ATTRIBUTE, {}), slice(first, first + size), size * self.ep_mesh.size()
             ):
                 return exchange(
                     self.experts_forward,

@@ -21,10 +21,10 @@ from peft.tuners.lora import layer
 
 from kernelbook import arguments
 from kernelbook.interop import base_model
-from kernelbook.interop.transformers_experts import HANDED, NAME, expert_modules, stored, weight_names
+from kernelbook.interop.transformers_experts import LORA_ATTRIBUTE, NAME, expert_modules, stored, weight_names
 from kernelbook.nf4 import NF4Tensor, nf4_dequantize
 from kernelbook.nn.experts import LoRAPair
-from kernelbook.nn.parameters import dense_parameter, is_turned, stored_weight
+from kernelbook.nn.parameters import dense_parameter, is_stored_transposed, stored_weight
 from kernelbook.packed.fp4 import fp4_quantize
 
 __all__ = ["MergeError", "check_wrappers", "lora_pair", "merge_experts", "use_factors"]
@@ -72,7 +72,7 @@ class ParamWrapper(layer.ParamWrapper):  # PEFT knows its wrappers by this name
                 yield
             return
         pairs = [lora_pair(self, name) for name in adapters]
-        handed = experts.__dict__.setdefault(HANDED, {})
+        handed = experts.__dict__.setdefault(LORA_ATTRIBUTE, {})
         handed[self.parameter_name] = _sum_of(pairs, pairs[0].a.dtype)
         try:
             yield
@@ -177,7 +177,7 @@ def merge_experts(model: torch.nn.Module, *, into: str) -> dict[str, MergeError]
             warnings.warn(f"{op}: no active adapter of {name} is left to merge", stacklevel=2)
             continue
         # (E, N, K), or (E, K, N) where the weight is stored as the module has it.
-        across = experts.is_transposed and not is_turned(experts, name)
+        across = experts.is_transposed and not is_stored_transposed(experts, name)
         pairs = [lora_pair(wrapper, adapter) for adapter in adapters]
         errors[f"{names[id(experts)].replace('.base_layer', '')}.{name}"] = _merge(
             experts, name, q, pairs, across, into
@@ -207,7 +207,9 @@ def _merge(experts: Any, name: str, q: NF4Tensor, pairs: list[LoRAPair], across:
             rounded = nf4_dequantize(one, dtype=torch.float32)
         squares += torch.stack([t.double().square().sum() for t in (rounded - exact, exact, update)])
     if dense is not None:
-        dense_parameter(experts, name, dense.transpose(1, 2).contiguous() if is_turned(experts, name) else dense)
+        dense_parameter(
+            experts, name, dense.transpose(1, 2).contiguous() if is_stored_transposed(experts, name) else dense
+        )
     lost, whole, learned = (math.sqrt(float(square)) for square in squares)
     return MergeError(lost / whole if whole else 0.0, lost / learned if learned else math.inf if lost else 0.0)
 

@@ -26,7 +26,7 @@ from torch.nn.utils import parametrize
 from kernelbook.interop import base_model
 from kernelbook.interop.transformers_attention import known_masks
 from kernelbook.interop.transformers_experts import (
-    HANDED,
+    LORA_ATTRIBUTE,
     NAME,
     check_experts,
     expert_modules,
@@ -147,7 +147,7 @@ def experts_forward(
     :func:`kernelbook.nn.moe.choose_experts`.
     """
     first, second = weight_names(self)
-    pairs: dict[str, LoRAPair] = self.__dict__.get(HANDED, {})
+    pairs: dict[str, LoRAPair] = self.__dict__.get(LORA_ATTRIBUTE, {})
     norm = self.post_expert_norm if getattr(self, "has_post_expert_norm", False) else None
     return gated_experts(
         hidden_states,

@@ -20,7 +20,7 @@ from transformers.masking_utils import (
 
 from kernelbook import runtime
 from kernelbook.interop import attention_calls, base_model
-from kernelbook.nn.named_attention import NEUTRAL, OWN, asked_for, boolean_mask, is_stated, own_attention, statement
+from kernelbook.nn.named_attention import NEUTRAL, OWN, asked_for, boolean_mask, encode_mask, is_stated, own_attention
 
 __all__ = ["NAME", "attention_forward", "attention_mask", "known_masks", "register", "why_not_ours"]
 
@@ -99,17 +99,17 @@ def _stated(
             return False
         if not tracing and q_length > 1 and int(q_offset) == 0:
             return None
-        return statement((q_offset + q_length).to(torch.int64).expand(batch_size), None)
+        return encode_mask((q_offset + q_length).to(torch.int64).expand(batch_size), None)
     there = q_offset + q_length
     if kv_offset == 0 and kv_length > there and local_size is not None and not tracing:
         # A static cache whose window is not full: what it has room for is more than what is there.
-        return statement(torch.full((batch_size,), there, dtype=torch.int64, device=device), None)
+        return encode_mask(torch.full((batch_size,), there, dtype=torch.int64, device=device), None)
     if kv_offset + kv_length != there:
         return False
     window = local_size if local_size is not None and kv_length > local_size else None
     if window is None and q_length in (1, kv_length):
         return None
-    return statement(torch.empty(0, dtype=torch.int64, device=device), window)
+    return encode_mask(torch.empty(0, dtype=torch.int64, device=device), window)
 
 
 def _is_window(mask_function: Any, window: int | None) -> bool:
@@ -146,7 +146,7 @@ def known_masks(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
         tokens = found.get("input_ids", found.get("inputs_embeds"))
         device = None if tokens is None else tokens.device
         said = {
-            kind: statement(torch.empty(0, dtype=torch.int64, device=device), window)
+            kind: encode_mask(torch.empty(0, dtype=torch.int64, device=device), window)
             for kind, window in windows.items()
         }
         found["attention_mask"] = said if len(said) > 1 else next(iter(said.values()))

@@ -11,10 +11,10 @@ from torch.nn.utils import parametrize
 
 from kernelbook.nf4 import NF4Tensor
 from kernelbook.nn.experts import Float8Tensor, Weight
-from kernelbook.nn.parameters import is_turned, stored_weight
+from kernelbook.nn.parameters import is_stored_transposed, stored_weight
 
 __all__ = [
-    "HANDED",
+    "LORA_ATTRIBUTE",
     "NAME",
     "check_experts",
     "expert_modules",
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 NAME = "kernelbook"
-HANDED = "_kernelbook_lora"  # where PEFT's wrappers leave their pairs for the forward pass
+LORA_ATTRIBUTE = "_kernelbook_lora"  # where PEFT's wrappers leave their pairs for the forward pass
 ARGUMENTS = ("self", "hidden_states", "top_k_index", "top_k_weights")
 FLAGS = ("has_gate", "has_bias", "is_transposed", "num_experts")
 
@@ -136,4 +136,4 @@ def stored(experts: torch.nn.Module, name: str) -> Weight:
 
 def is_transposed(experts: Any) -> bool:
     """Whether the weights are stored as (E, K, N). Two that are compressed are stored in the same way."""
-    return bool(experts.is_transposed) and not is_turned(experts, weight_names(experts)[0])
+    return bool(experts.is_transposed) and not is_stored_transposed(experts, weight_names(experts)[0])

@@ -135,4 +135,6 @@ def _take(experts: Any, module: str, name: str, shapes: tuple[torch.Size, torch.
         delattr(experts, f"{name}_{part}")
     blocks, scales = (part.detach() for part in parts)
     experts.register_parameter(name, None)
-    store_parameter(experts, name, fp4_tensor(blocks, scales, dtype=dtype, in_place=True), turned=experts.is_transposed)
+    store_parameter(
+        experts, name, fp4_tensor(blocks, scales, dtype=dtype, in_place=True), transposed=experts.is_transposed
+    )

@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from kernelbook.interop.transformers_attention import known_masks
-from kernelbook.train.capture import CapturedCalls, FixedInputs, Known, unfixed
+from kernelbook.train.capture import CapturedCalls, Fingerprint, FixedInputs, why_not_capturable
 from kernelbook.train.step import KeptGradients
 
 __all__ = ["CapturedTrainer"]
@@ -70,7 +70,7 @@ class CapturedTrainer(transformers.Trainer):
         if not alone and self.calls.why_eager is None:
             self.calls.go_on_eagerly("there are several GPUs")
         self._fixed = FixedInputs("CapturedTrainer")
-        self._gradients, self._known = KeptGradients(), Known()
+        self._gradients, self._fingerprint = KeptGradients(), Fingerprint()
         self._drawing: set[Hashable] = set()  # kinds of steps that draw random numbers
 
     def training_step(
@@ -81,7 +81,7 @@ class CapturedTrainer(transformers.Trainer):
         if self.calls.captures and any(p.device != self.args.device for p in model.parameters()):
             self.calls.forget()
             self.calls.go_on_eagerly(f"the model is not on the {self.args.device} alone")
-        why = unfixed(inputs) if self.calls.captures else None
+        why = why_not_capturable(inputs) if self.calls.captures else None
         if why is not None and self.calls.why_eager is None:
             self.calls.go_on_eagerly(why)
         if not self.calls.captures:
@@ -96,7 +96,7 @@ class CapturedTrainer(transformers.Trainer):
             kind, _, inputs = self._fixed((), batch, self.args.device)
             num_items_in_batch = inputs.pop("num_items_in_batch", None)
             parts = getattr(self, "current_gradient_accumulation_steps", None)
-            key = (kind, ("gradients", there), ("parts", parts), self._known(model))
+            key = (kind, ("gradients", there), ("parts", parts), self._fingerprint(model))
 
         def body() -> tuple[torch.Tensor, tuple[bool, ...] | None]:
             gradients.start(key, capturing=calls.capturing)

@@ -106,7 +106,7 @@ class Sources:
 
 
 _HOST = (
-    "launch.py", "operators.py", "memory.py", "resources.py", "tensors.py", "attention/op.py", "attention/launches.py",
+    "launch.py", "operators.py", "memory.py", "tensors.py", "attention/op.py", "attention/launches.py",
     "attention/backward.py", "attention/pages.py", "layer_norm/op.py", "moe_lora/op.py", "moe_lora/routing.py",
     "moe_lora/grouped.py", "nf4/op.py", "scatter_ffn/op.py", "sparse_linear/op.py", "sparse_linear/packing.py",
 )  # fmt: skip
@@ -151,7 +151,7 @@ DATED: dict[str, Sources] = {
     "sparse_training_scores": Sources(("train/synthetic.py", "train/schedulers.py")),
     "together_steps": Sources(_EXPERTS),
     "whole_model": Sources(_MODEL),
-    "whole_model_bits": Sources((*_MODEL, "linear.py")),
+    "whole_model_bits": Sources((*_MODEL, "linear")),
     "whole_model_skewed": Sources(_MODEL),
     "whole_model_host": Sources(_HOST),
     "whole_model_parts": Sources(_MODEL),

@@ -81,7 +81,6 @@ SHARED_SOURCES = (
     "memory.py",
     "tensors.py",
     "arguments.py",
-    "resources.py",
     "runtime.py",
     "tiles.py",
     "packed",

@@ -26,7 +26,6 @@ Not handled here: a dimension other than the last (the caller permutes), 2^31 or
 import dataclasses
 
 from kernelbook import runtime  # before Triton, which it sets up
-from kernelbook.resources import Resources, fits, tile_resources
 
 # isort: split
 import triton
@@ -35,6 +34,8 @@ import triton.language as tl
 # The widest row that one program keeps in registers, in bytes of the accumulator's dtype. Beyond it rows are looped over.
 MAX_FORWARD_ROW_BYTES = 128 * 1024
 FEW_TILES = 4
+# Registers beside the tiles, for pointers, masks and counters: a little less than the compiler's, so that few bytes may spill.
+BOOKKEEPING_REGISTERS = 70
 
 
 # --- device helpers -------------------------------------------------------------------------------------------------
@@ -363,7 +364,7 @@ SUM_CONFIG = triton.Config({"BLOCK_G": 64, "BLOCK_N": 16}, num_warps=4)
 
 
 def plan_forward(n: int, itemsize: int, properties: runtime.DeviceProperties) -> triton.Config | None:
-    """The tiles for rows of ``n`` elements of ``itemsize`` bytes, or ``None`` where a row is too large for registers.
+    """Return the tiles for rows of ``n`` elements of ``itemsize`` bytes, or ``None`` where a row is too large for registers.
 
     One tile: two rows or 2,048 elements, whichever is more, and 32 elements a thread: loads enough in flight, and registers
     few enough for several programs on a multiprocessor, which hide each other's latency. A long row that leaves a quarter of
@@ -381,34 +382,37 @@ def plan_forward(n: int, itemsize: int, properties: runtime.DeviceProperties) ->
 
 
 def looped_config(itemsize: int) -> triton.Config:
-    """The tile of a row that is looped over: 16 bytes a thread and load, two loads in flight."""
+    """Return the tile of a row that is looped over: 16 bytes a thread and load, two loads in flight."""
     return triton.Config({"BLOCK_N": 16384 // max(itemsize, 4)}, num_warps=8)
 
 
-def backward_resources(config: triton.Config, itemsize: int, sums: int = 2, added: bool = False) -> Resources:
-    """The sums, x and dy of a program's share stay in registers; the pipeline stages x and dy of the whole row.
+def backward_resources(config: triton.Config, itemsize: int, sums: int = 2, added: bool = False) -> tuple[int, float]:
+    """Return a program's bytes of shared memory, and how many registers a thread takes.
 
-    The compiler gives a tile that is used twice one buffer more for each stage than one that is used once. What is
-    ``added`` to dx is staged for the program's share.
+    The sums, x and dy of a program's share stay in registers; the pipeline stages x and dy of the whole row. The compiler
+    gives a tile that is used twice one buffer more for each stage than one that is used once. What is ``added`` to dx is
+    staged for the program's share.
     """
     tile = config.kwargs["BLOCK_M"] * config.kwargs["BLOCK_N"]
     share, row = tile * config.kwargs["NUM_BLOCKS"], tile * config.kwargs["NUM_BLOCKS"] * config.kwargs["SPLIT"]
     accumulator = max(itemsize, 4)
     stages = config.kwargs["STAGES"] - 1
-    return tile_resources(
-        triton.Config({}, num_warps=config.num_warps, num_stages=max(stages, 1)),
-        staged=[((4 * row + added * share), itemsize), (-tile * config.kwargs["SPLIT"] ** 2, itemsize)]
-        if stages
-        else [],
-        held=[(sums * share, accumulator), (2 * share, itemsize), (sums * tile, accumulator)],
-        scratch_bytes=0 if stages else tile * accumulator,
-    )
+    staged = stages * itemsize * (4 * row + added * share - tile * config.kwargs["SPLIT"] ** 2)
+    held = sums * (share + tile) * accumulator + 2 * share * itemsize
+    return staged or tile * accumulator, BOOKKEEPING_REGISTERS + held / 4 / (32 * config.num_warps)
+
+
+def _fits(config: triton.Config, needs: tuple[int, float], properties: runtime.DeviceProperties) -> bool:
+    """Return whether a program fits the GPU without spilling, as far as :func:`backward_resources` can tell."""
+    (shared_bytes, registers), threads = needs, properties.warp_size * config.num_warps
+    fits = shared_bytes <= properties.shared_memory_per_program
+    return fits and registers <= min(255, properties.registers_per_sm // threads)
 
 
 def _backward_config(
     n: int, itemsize: int, aligned: bool, sums: int, added: bool, properties: runtime.DeviceProperties
 ) -> triton.Config | None:
-    """The tiles for rows of ``n`` elements that fit the GPU, or ``None`` where a row has to be looped over.
+    """Return the tiles for rows of ``n`` elements that fit the GPU, or ``None`` where a row has to be looped over.
 
     A thread loads 8 elements of a tile, 16 bytes in the 16-bit dtypes, and a row is as many tiles as it needs. Four
     warps (in float32 eight, for the registers) and two programs on a multiprocessor for short rows, eight warps and the
@@ -443,7 +447,7 @@ def _backward_config(
         for rows, block, blocks, split, warps in shapes
         for stages in stages_of
     ]
-    fitting = (c for c in configs if fits(backward_resources(c, itemsize, sums, added), c, properties))
+    fitting = (c for c in configs if _fits(c, backward_resources(c, itemsize, sums, added), properties))
     return next(fitting, None) if itemsize <= 4 else None
 
 
@@ -458,7 +462,7 @@ class BackwardPlan:
 def plan_backward(
     n: int, itemsize: int, aligned: bool, sums: int, added: bool, properties: runtime.DeviceProperties
 ) -> BackwardPlan:
-    """How the gradients of rows of ``n`` elements are computed; without ``NUM_BLOCKS`` and ``SPLIT`` a row is looped over.
+    """Return how the gradients of rows of ``n`` elements are computed; without ``NUM_BLOCKS`` and ``SPLIT`` a row is looped over.
 
     ``sums`` is how many sums over the rows there are: two of LayerNorm, one of RMSNorm. ``added``: whether the gradient of
     the sum with a residual is added to dx. As many programs as run at the same time, so that none waits.
@@ -475,7 +479,7 @@ def plan_backward(
 
 
 def backward_programs(m: int, plan: BackwardPlan, properties: runtime.DeviceProperties) -> int:
-    """How many programs walk over the ``m`` rows: one for a few, which can then write the sums itself."""
+    """Return how many programs walk over the ``m`` rows: one for a few, which can then write the sums itself."""
     tiles = -(-m // plan.config.kwargs["BLOCK_M"])
     if tiles <= FEW_TILES:
         return 1

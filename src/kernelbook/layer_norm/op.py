@@ -1,9 +1,8 @@
 """Public functions, then the forward operator and the backward operator: check, outputs, plan, run."""
 
-import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import torch
 
@@ -15,6 +14,8 @@ from kernelbook.operators import Op
 
 __all__ = ["layer_norm", "rms_norm"]
 
+EPS = "a number that is not negative"
+
 
 def layer_norm(
     x: torch.Tensor,
@@ -23,6 +24,7 @@ def layer_norm(
     eps: float = 1e-5,
     *,
     normalized_shape: int | Sequence[int] | None = None,
+    backward: None = None,
 ) -> torch.Tensor:
     """Normalize over the last dimension, or over as many as ``normalized_shape`` has.
 
@@ -33,10 +35,10 @@ def layer_norm(
 
     Args:
         x: (..., N), float16, bfloat16, float32 or float64, any strides.
-        weight: (N,), or ``normalized_shape``, or ``None``; any of those dtypes.
-        bias: as ``weight``.
+        weight, bias: (N,), or ``normalized_shape``, or ``None``; any of those dtypes.
         eps: added to the variance; not negative.
         normalized_shape: the last dimensions of ``x``, which are normalized together; ``None``: the last one.
+        backward: nothing but ``None``; spin locks are :func:`kernelbook.study.layer_norm_with_locks`.
 
     Returns:
         The shape of ``x``, contiguous, in the dtype of ``x``; under autocast float32, as PyTorch's own on a GPU.
@@ -44,14 +46,15 @@ def layer_norm(
     Raises:
         TypeError: an argument is not a tensor of a supported dtype, or ``eps`` not a number.
         ValueError: ``weight`` or ``bias`` has another shape or device, ``normalized_shape`` is not how ``x`` ends, or
-            ``eps`` has another value.
+            ``eps`` or ``backward`` has another value.
     """
+    if backward is not None:
+        raise ValueError(f"layer_norm: take kernelbook.study.layer_norm_with_locks, got backward={backward!r}")
     if normalized_shape is not None:
         return _over_several(x, weight, bias, eps, normalized_shape)
     if type(eps) is not float:
         eps = arguments.number("layer_norm", "eps", eps, EPS)
-    y: torch.Tensor = _norm(x, None, weight, bias, eps, out_dtype(x, None), True)[0]
-    return y
+    return _norm(x, None, weight, bias, eps, None, True)[0]  # type: ignore[no-any-return]
 
 
 @overload
@@ -67,11 +70,7 @@ def rms_norm(
 
 
 def rms_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    *,
-    residual: torch.Tensor | None = None,
+    x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6, *, residual: torch.Tensor | None = None
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Normalize by the root mean square over the last dimension, ``x / sqrt(mean(x^2) + eps) * weight``.
 
@@ -96,10 +95,9 @@ def rms_norm(
     """
     if type(eps) is not float:
         eps = arguments.number("rms_norm", "eps", eps, EPS)
-    dtype = out_dtype(x, residual)
     if residual is None:
-        return _norm(x, None, weight, None, eps, dtype, False)[0]  # type: ignore[no-any-return]
-    return _norm_of_sum(x, residual, weight, None, eps, dtype, False)  # type: ignore[no-any-return]
+        return _norm(x, None, weight, None, eps, None, False)[0]  # type: ignore[no-any-return]
+    return _norm_of_sum(x, residual, weight, None, eps, None, False)  # type: ignore[no-any-return]
 
 
 def _over_several(
@@ -121,59 +119,39 @@ def _over_several(
     return layer_norm(rows, weight, bias, eps).view(x.shape)
 
 
-EPS = "a number that is not negative"
-
-
-def _dtype_of_sum(x: torch.Tensor, residual: torch.Tensor | None) -> torch.dtype:
-    """Of what is normalized: x, or x + residual."""
-    return x.dtype if residual is None or residual.dtype == x.dtype else torch.promote_types(x.dtype, residual.dtype)
-
-
-def out_dtype(x: Any, residual: Any) -> torch.dtype | None:
-    """What PyTorch's own norm gives; under autocast float32, written as such by the kernel: no copy of x in float32."""
-    try:
-        dtype = _dtype_of_sum(x, residual)
-    except AttributeError:  # no tensors: the operator's check says so
-        return None
-    if not torch._C._is_any_autocast_enabled() or arguments.autocast_dtype(x) is None:
-        return dtype
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
-# --- tensors as kernels read them -----------------------------------------------------------------------------------
-
-
-def _is_in_rows(x: torch.Tensor | None) -> bool:
-    """Whether x (..., N) is contiguous rows that lie evenly apart."""
-    return x is None or x.is_contiguous() or (x.ndim == 2 and (x.stride(1) == 1 or x.shape[1] == 1))
+def in_float32(_: torch.dtype, x: Any, residual: Any, weight: Any, bias: Any, eps: float, *others: Any) -> Any:
+    """Return the arguments under autocast: 16-bit inputs give float32, written as such by the kernel."""
+    is_16_bit = all(t is None or getattr(t, "dtype", None) in (torch.float16, torch.bfloat16) for t in (x, residual))
+    return x, residual, weight, bias, eps, torch.float32 if is_16_bit else None, *others[1:]
 
 
 def in_rows(x: Any) -> Any:
-    """x (..., N) where it is in rows, else as (M, N) a view where the strides allow it, or a copy.
+    """Return x (..., N) where its rows are contiguous and lie evenly apart, else (M, N): a view if strides allow it, or a copy.
 
     Kernels that read along another dimension would fetch a sector for each element; PyTorch's transposing copy does not.
     """
-    if _is_in_rows(x):
+    if x is None or x.is_contiguous() or (x.ndim == 2 and (x.stride(1) == 1 or x.shape[1] == 1)):
         return x
-    rows = x.reshape(-1, x.shape[-1])
-    return rows if _is_in_rows(rows) else rows.contiguous()
+    return x.contiguous() if x.ndim == 2 else in_rows(x.reshape(-1, x.shape[-1]))
 
 
 def row_stride(rows: torch.Tensor | None) -> int:
-    """From row to row of a tensor that is in rows."""
+    """Return the step from row to row of a tensor that is in rows."""
     if rows is None:
         return 0
     return rows.stride(0) if rows.ndim == 2 else rows.shape[-1]
 
 
 def dense(vector: Any) -> Any:
+    """Return a vector, or ``None``, with its elements one after the other."""
     return vector if vector is None or vector.stride(0) == 1 else vector.contiguous()
 
 
 # --- forward --------------------------------------------------------------------------------------------------------
 
 
-def check(x: torch.Tensor, residual: Any, weight: Any, bias: Any, eps: float, dtype: Any, has_mean: bool) -> None:
+def check(x: torch.Tensor, residual: Any, weight: Any, bias: Any, eps: float, _: Any, has_mean: bool) -> None:
+    """Raise unless the arguments are those of ``layer_norm`` (``has_mean``) or ``rms_norm``."""
     op = "layer_norm" if has_mean else "rms_norm"
     arguments.check_tensor(op, "x", x)
     if x.ndim == 0:
@@ -183,34 +161,28 @@ def check(x: torch.Tensor, residual: Any, weight: Any, bias: Any, eps: float, dt
     m, n = math.prod(x.shape[:-1]), x.shape[-1]
     if m >= 2**31 or n >= 2**31 - 2**16:
         raise ValueError(f"{op}: x must have fewer than 2^31 rows and columns, got {m} x {n}")
-    for name, vector in (("weight", weight), ("bias", bias)):
-        if has_mean and isinstance(vector, int | tuple | list):
-            raise TypeError(
-                f"layer_norm: {name} must be a tensor (a shape goes into normalized_shape=), got {vector!r}"
-            )
-        if vector is not None:
-            arguments.check_tensor(op, name, vector)
-            arguments.check_shape(op, name, vector, x.shape[-1:])
-    if residual is not None:
-        arguments.check_tensor(op, "residual", residual)
-        arguments.check_shape(op, "residual", residual, x.shape)
+    for name, tensor in (("weight", weight), ("bias", bias), ("residual", residual)):
+        if has_mean and isinstance(tensor, int | tuple | list):
+            raise TypeError(f"{op}: {name} must be a tensor (a shape goes into normalized_shape=), got {tensor!r}")
+        if tensor is not None:
+            arguments.check_tensor(op, name, tensor)
+            arguments.check_shape(op, name, tensor, x.shape if name == "residual" else x.shape[-1:])
     arguments.check_same_device(op, x=x, weight=weight, bias=bias, residual=residual)
 
 
 def outputs_of(
-    x: torch.Tensor, residual: Any, weight: Any, bias: Any, eps: float, dtype: torch.dtype, has_mean: bool, record: bool
+    x: torch.Tensor, residual: Any, weight: Any, bias: Any, eps: float, dtype: Any, has_mean: bool, record: bool
 ) -> tuple[torch.Tensor, Any, Any]:
-    """-> y, with a residual x + residual, and for the backward pass mean and rstd (2, M), or rstd (1, M)."""
-    total = _dtype_of_sum(x, residual)
+    """Return y, with a residual x + residual, and for the backward pass mean and rstd (2, M), or rstd (1, M)."""
+    summed = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     return (
-        empty(x.shape, dtype, x),
-        None if residual is None else empty(x.shape, total, x),
-        empty((1 + has_mean, math.prod(x.shape[:-1])), accumulator(total), x) if record else None,
+        empty(x.shape, dtype or summed, x),
+        None if residual is None else empty(x.shape, summed, x),
+        empty((1 + has_mean, math.prod(x.shape[:-1])), accumulator(summed), x) if record else None,
     )
 
 
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class _ForwardPlan:
+class _ForwardPlan(NamedTuple):
     rows: int
     columns: int
     readable: bool  # kernels can read the tensors as they lie
@@ -220,20 +192,21 @@ class _ForwardPlan:
     grid: tuple[int]
 
 
-def plan(
-    x: torch.Tensor, residual: Any, weight: Any, bias: Any, eps: float, dtype: torch.dtype, has_mean: bool, record: bool
-) -> _ForwardPlan | None:
+def plan(x: torch.Tensor, residual: Any, weight: Any, bias: Any, eps: float, *how: Any) -> _ForwardPlan | None:
+    """Choose kernel, tiles and grid; ``None`` where there is nothing to normalize."""
+    _, has_mean, record = how
     if x.numel() == 0:
         return None
     readable = all(t is in_rows(t) for t in (x, residual)) and all(t is dense(t) for t in (weight, bias))
     x, residual = in_rows(x), in_rows(residual)
-    m, n, total = x.numel() // x.shape[-1], x.shape[-1], _dtype_of_sum(x, residual)
-    config = kernels.plan_forward(n, total.itemsize, runtime.properties(x.device))
+    m, n = x.numel() // x.shape[-1], x.shape[-1]
+    summed = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+    config = kernels.plan_forward(n, summed.itemsize, runtime.properties(x.device))
     kernel = kernels._layer_norm_fwd_looped_kernel if config is None else kernels._layer_norm_fwd_kernel
-    config = config or kernels.looped_config(total.itemsize)
+    config = config or kernels.looped_config(summed.itemsize)
     launch = launcher(
         kernel, EPS=eps, HAS_MEAN=has_mean, HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None,
-        HAS_BIAS=bias is not None, HAS_STATISTICS=record, ACC=tl_accumulator(total),
+        HAS_BIAS=bias is not None, HAS_STATISTICS=record, ACC=tl_accumulator(summed),
         **config.kwargs, num_warps=config.num_warps, repeatable=True,
     )  # fmt: skip
     grid = (cdiv(m, config.kwargs.get("BLOCK_M", 1)),)
@@ -243,6 +216,7 @@ def plan(
 def run(
     plan: _ForwardPlan, outputs: tuple[Any, ...], x: torch.Tensor, residual: Any, weight: Any, bias: Any, *_: Any
 ) -> None:
+    """Fill the outputs."""
     if not plan.readable:
         x, residual, weight, bias = in_rows(x), in_rows(residual), dense(weight), dense(bias)
     plan.launch(
@@ -251,28 +225,25 @@ def run(
 
 
 def _gradients(call: Any, dy: torch.Tensor | None, dsum: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """-> the gradients of x, residual, weight and bias."""
-    wants_dx, wants_dresidual, dw_dtype, db_dtype = call.wanted
-    dx, dw, db = dsum, None, None
-    if dy is not None:
-        dx, dw, db = _norm_backward(dy, *call.saved, dsum, call.eps, dw_dtype, db_dtype, call.has_mean)
-    return dx if wants_dx else None, dx if wants_dresidual else None, dw if dw_dtype else None, db if db_dtype else None
+    """Return the gradients of x, residual, weight and bias."""
+    if dy is None:
+        return dsum, dsum, None, None
+    dx, dw, db = _norm_backward(dy, *call.saved, dsum, call.eps, *call.wanted[2:], call.has_mean)
+    return dx, dx, dw, db
 
 
 # --- backward -------------------------------------------------------------------------------------------------------
 
 
 def _outputs_backward(
-    dy: torch.Tensor, x: torch.Tensor, weight: Any, statistics: torch.Tensor, dsum: Any, eps: float,
-    dw_dtype: torch.dtype | None, db_dtype: torch.dtype | None, has_mean: bool,
-) -> tuple[Any, ...]:  # fmt: skip
-    """-> dx like x; dweight and dbias, (N,), where a dtype asks for them."""
-    dw, db = (None if dtype is None else empty((x.shape[-1],), dtype, x) for dtype in (dw_dtype, db_dtype))
+    dy: torch.Tensor, x: torch.Tensor, weight: Any, statistics: Any, dsum: Any, eps: float, *wanted: Any
+) -> tuple[Any, ...]:
+    """Return new tensors: dx like x; dweight and dbias, (N,), where a dtype asks for them."""
+    dw, db = (None if dtype is None else empty((x.shape[-1],), dtype, x) for dtype in wanted[:2])
     return empty(x.shape, x.dtype, x), dw, db
 
 
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class _BackwardPlan:
+class _BackwardPlan(NamedTuple):
     rows: int
     columns: int
     strides: tuple[int, int, int]  # from row to row of x, dy and dsum
@@ -284,9 +255,9 @@ class _BackwardPlan:
 
 
 def _plan_backward(
-    dy: torch.Tensor, x: torch.Tensor, weight: Any, statistics: torch.Tensor, dsum: Any, eps: float,
-    dw_dtype: torch.dtype | None, db_dtype: torch.dtype | None, has_mean: bool,
-) -> _BackwardPlan | None:  # fmt: skip
+    dy: torch.Tensor, x: torch.Tensor, weight: Any, statistics: Any, dsum: Any, eps: float, *wanted: Any
+) -> _BackwardPlan | None:
+    dw, db, has_mean = wanted
     if x.numel() == 0:
         return None
     x, dy, dsum, weight = in_rows(x), in_rows(dy), in_rows(dsum), dense(weight)
@@ -300,22 +271,21 @@ def _plan_backward(
     config, total = tiles.config, kernels.SUM_CONFIG
     split = config.kwargs.get("SPLIT")  # None: a row is looped over
     programs = kernels.backward_programs(m, tiles, properties)
-    wanted = {"WITH_DW": dw_dtype is not None, "WITH_DB": db_dtype is not None, "ACC": tl_accumulator(x.dtype)}
+    both = {"WITH_DW": dw is not None, "WITH_DB": db is not None, "ACC": tl_accumulator(x.dtype), "repeatable": True}
     launch = launcher(
         kernels._layer_norm_bwd_partials_looped_kernel if split is None else kernels._layer_norm_bwd_partials_kernel,
-        HAS_WEIGHT=weight is not None, HAS_MEAN=has_mean, HAS_DSUM=dsum is not None, **wanted,
+        HAS_WEIGHT=weight is not None, HAS_MEAN=has_mean, HAS_DSUM=dsum is not None, **both,
         **config.kwargs, num_warps=config.num_warps,
     )  # fmt: skip
-    launch_sum = launcher(kernels._layer_norm_bwd_sum_kernel, **wanted, **total.kwargs, num_warps=total.num_warps)
-    several = (programs > 1 or split is None) and (dw_dtype is not None or db_dtype is not None)
-    sum_grid = (cdiv(n, total.kwargs["BLOCK_N"]), 1 if db_dtype is None else 2)
-    partials = (programs, n) if several else None
+    launch_sum = launcher(kernels._layer_norm_bwd_sum_kernel, **both, **total.kwargs, num_warps=total.num_warps)
+    sum_grid = (cdiv(n, total.kwargs["BLOCK_N"]), 1 if db is None else 2)
+    partials = (programs, n) if (dw or db) and (programs > 1 or split is None) else None
     return _BackwardPlan(m, n, strides, launch, (programs, split or 1), partials, launch_sum, sum_grid)
 
 
 def _run_backward(
     plan: _BackwardPlan, outputs: tuple[Any, ...], dy: torch.Tensor, x: torch.Tensor, weight: Any,
-    statistics: torch.Tensor, dsum: Any, eps: float, dw_dtype: Any, db_dtype: Any, has_mean: bool,
+    statistics: torch.Tensor, dsum: Any, eps: float, *wanted: Any,
 ) -> None:  # fmt: skip
     dx, dw, db = outputs
     x, dy, dsum, weight = in_rows(x), in_rows(dy), in_rows(dsum), dense(weight)
@@ -328,22 +298,18 @@ def _run_backward(
     if plan.partials is not None:
         plan.launch_sum(plan.sum_grid, to_dw, to_db, dw, db, plan.partials[0], n)
     if n == 1:
-        _set_gradient_of_single_column(dx, dy, x, weight, statistics, dsum, eps, has_mean)
+        dx.copy_(_gradient_of_single_column(dy, x, weight, statistics, dsum, eps, *wanted[2:]).view(dx.shape))
 
 
-def _set_gradient_of_single_column(
-    dx: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, statistics: torch.Tensor,
-    dsum: torch.Tensor | None, eps: float, has_mean: bool,
-) -> None:  # fmt: skip
-    dx, dy, x = dx.view(-1, 1), dy.view(-1, 1), x.view(-1, 1)
+def _gradient_of_single_column(
+    dy: torch.Tensor, x: torch.Tensor, weight: Any, statistics: torch.Tensor, dsum: Any, eps: float, has_mean: bool
+) -> torch.Tensor:
     if has_mean:
-        # A single column never deviates from its mean; a fused multiply-add would leave one rounding times rstd.
-        torch.sub(dy, dy, out=dx)  # NaN where dy is
-        dx.add_(x - x)
-    else:
-        # 1 - xhat^2 is eps * rstd^2, of which a difference leaves little.
-        g = dy.to(statistics.dtype) * eps * (1 if weight is None else weight)
-        dx.copy_(g * statistics.view(-1, 1) ** 3 + (0 if dsum is None else dsum.view(-1, 1)))
+        # It never deviates from its mean; a fused multiply-add would leave one rounding times rstd.
+        return (dy - dy) + (x - x).view(dy.shape)  # NaN where one is
+    # 1 - xhat^2 is eps * rstd^2, of which a difference leaves little.
+    g = dy.to(statistics.dtype) * eps * (1 if weight is None else weight)
+    return g * statistics.view(dy.shape) ** 3 + (0 if dsum is None else dsum.view(dy.shape))
 
 
 # --- operators ------------------------------------------------------------------------------------------------------
@@ -351,30 +317,24 @@ def _set_gradient_of_single_column(
 _norm_backward = Op(
     "norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor statistics, Tensor? dsum, float eps, ScalarType? dw_dtype, "
     "ScalarType? db_dtype, bool has_mean) -> (Tensor dx, Tensor dw, Tensor db)",
-    check=lambda *_: None,
     outputs=_outputs_backward,
     plan=_plan_backward,
     run=_run_backward,
     results=3,
 )
-ARGUMENTS = "Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, ScalarType out_dtype, bool has_mean, bool record"
-_norm = Op(
-    f"norm({ARGUMENTS}) -> (Tensor y, Tensor total, Tensor statistics)",
-    check=check,
-    outputs=outputs_of,
-    plan=plan,
-    run=run,
-    results=2,
-    saves=("x", "weight", "statistics"),
-    backward=_gradients,
-)
-_norm_of_sum = Op(
-    f"norm_of_sum({ARGUMENTS}) -> (Tensor y, Tensor total, Tensor statistics)",
-    check=check,
-    outputs=outputs_of,
-    plan=plan,
-    run=run,
-    results=2,
-    saves=("total", "weight", "statistics"),
-    backward=_gradients,
+ARGUMENTS = "Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, ScalarType? out_dtype, bool has_mean, bool record"
+# Two operators, which differ in what the backward pass reads: what was normalized is x, or the sum.
+_norm, _norm_of_sum = (
+    Op(
+        f"{name}({ARGUMENTS}) -> (Tensor y, Tensor total, Tensor statistics)",
+        check=check,
+        outputs=outputs_of,
+        plan=plan,
+        run=run,
+        results=2,
+        saves=(normalized, "weight", "statistics"),
+        autocast=in_float32,
+        backward=_gradients,
+    )
+    for name, normalized in (("norm", "x"), ("norm_of_sum", "total"))
 )

@@ -38,7 +38,7 @@ def layer_norm_reference(
 def layer_norm_backward_reference(
     dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-5
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients that the chapter derives, for ``dy`` and ``x`` (M, N): dx (M, N), dweight (N,), dbias (N,)."""
+    """Return the gradients that the chapter derives, for ``dy`` and ``x`` (M, N): dx (M, N), dweight (N,), dbias (N,)."""
     mean = x.mean(-1, keepdim=True)
     rstd = torch.rsqrt((x - mean).square().mean(-1, keepdim=True) + eps)
     xhat = (x - mean) * rstd
@@ -70,7 +70,7 @@ def rms_norm_reference(
 def rms_norm_backward_reference(
     dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients for ``dy`` and ``x`` (M, N): dx (M, N), dweight (N,). What a residual's sum gets is added to dx."""
+    """Return the gradients for ``dy`` and ``x`` (M, N): dx (M, N), dweight (N,). What a residual's sum gets is added to dx."""
     rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     xhat = x * rstd
     g = dy if weight is None else dy * weight

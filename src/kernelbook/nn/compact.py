@@ -75,7 +75,7 @@ def _check(x: Any, weight: Any, bias: Any, ids: Any, chunk_size: int, mode: str,
 
 
 def _outputs(x: torch.Tensor, weight: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """-> y, and for the backward pass the weight in the dtype of x where it has another."""
+    """Return y, and for the backward pass the weight in the dtype of x where it has another."""
     keeps_low = others[-1] and weight.dtype != x.dtype
     return empty((*x.shape[:-1], weight.shape[0]), x.dtype, x), empty(weight.shape, x.dtype, x) if keeps_low else None
 
@@ -90,7 +90,7 @@ def _run(
 
 @torch.autograd.function.once_differentiable  # the weight in another dtype has no gradient
 def _gradients(call: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """-> the gradients of x, weight and bias."""
+    """Return the gradients of x, weight and bias."""
     if is_batched(dy):
         raise NotImplementedError(
             "compact_sparse_linear: dy must be one gradient, since those of the weight are sparse tensors, got a batch "

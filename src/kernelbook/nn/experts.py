@@ -41,7 +41,7 @@ FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class LoRAPair(NamedTuple):
-    """What is added to an expert's matrix W (N, K): ``scaling * b[e] @ a[e]``.
+    """The low-rank matrices added to an expert's W (N, K): ``scaling * b[e] @ a[e]``.
 
     ``a`` is (E, r, K) and ``b`` is (E, N, r), of any strides and floating-point dtype.
     """
@@ -97,11 +97,11 @@ class Float8Tensor:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of values and scales."""
+        """Return the bytes of values and scales."""
         return self.values.nbytes + self.scale.nbytes
 
     def dequantize(self, experts: torch.Tensor | None = None, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        """The experts that are asked for (``None``: all), (A, rows, cols) in ``dtype``, rounded once."""
+        """Return the experts that are asked for (``None``: all), (A, rows, cols) in ``dtype``, rounded once."""
         # Indexing is not there for float8; its bytes are as good.
         values, scale = self.values, self.scale
         if experts is not None:
@@ -128,7 +128,7 @@ Weight = torch.Tensor | NF4Tensor | Float8Tensor
 def choose_experts(
     expert_ids: torch.Tensor, num_experts: int, active: str = "auto"
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Which experts to make dense for this batch, and the ids that stand for them.
+    """Return which experts to make dense for this batch, and the ids that stand for them.
 
     ``"all"``: every expert; nothing is computed. ``"bound"``: one place for each (token, slot) pair, in the pairs' order; no
     batch needs more, and the host needs to know nothing. An expert that two pairs name becomes dense twice. ``"count"``:
@@ -183,8 +183,10 @@ def _dequantize(weight: NF4Tensor | Float8Tensor, experts: torch.Tensor | None, 
 
 
 @contextlib.contextmanager
-def _made_again(w: torch.Tensor, make: Callable[[], torch.Tensor], *sources: torch.Tensor | None) -> Iterator[None]:
-    """Autograd keeps nothing of ``w`` within the context: it is made again, from the same ``sources``."""
+def recompute_in_backward(
+    w: torch.Tensor, make: Callable[[], torch.Tensor], *sources: torch.Tensor | None
+) -> Iterator[None]:
+    """Have autograd keep nothing of ``w`` within the context: it is made again, from the same ``sources``."""
     if torch.compiler.is_compiling():
         yield
         return
@@ -215,7 +217,7 @@ class _Kept(NamedTuple):
 
 
 def _unchanged(kept: Any) -> torch.Tensor:
-    """What PyTorch does without hooks, and leaves to those that there are."""
+    """Return what PyTorch does without hooks, and leaves to those that there are."""
     check_versions(kept)
     [(tensor, _)] = kept
     return tensor  # type: ignore[no-any-return]
@@ -369,7 +371,7 @@ def _product(
     decoded: bool,
     **how: Any,
 ) -> torch.Tensor:
-    """One grouped product with the chosen experts' weight, LoRA pair and bias."""
+    """Return one grouped product with the chosen experts' weight, LoRA pair and bias."""
 
     def chosen_of(tensor: torch.Tensor) -> torch.Tensor:
         return tensor if chosen is None else tensor.index_select(0, chosen)
@@ -395,7 +397,9 @@ def _product(
 
         w = make()
         parts = (part for part in vars(weight).values() if isinstance(part, torch.Tensor))
-        context = _made_again(w, make, chosen, *parts) if torch.is_grad_enabled() else contextlib.nullcontext()
+        context = (
+            recompute_in_backward(w, make, chosen, *parts) if torch.is_grad_enabled() else contextlib.nullcontext()
+        )
     w = w if transposed else w.transpose(1, 2)
     with context:
         return moe_lora(rows, w, a, b, routing, scaling=scaling, bias=bias, **how)

@@ -94,7 +94,7 @@ class SparseFFN(torch.nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws new parameters as ``torch.nn.Linear`` does."""
+        """Draw new parameters as ``torch.nn.Linear`` does."""
         for parameter, fan_in in (
             (self.w_up, self.features),
             (self.w_gate, self.features),
@@ -115,7 +115,7 @@ class SparseFFN(torch.nn.Module):
         activation: str | None = None,
         router: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> "SparseFFN":
-        """The same network with its weights repacked once, a row a neuron: new tensors, none shared with ``block``.
+        """Return the same network with its weights repacked once, a row a neuron: new tensors, none shared with ``block``.
 
         Both are run on a batch whose hidden values reach from small to large ones, in float64 and with random weights, and
         have to agree: a block that computes anything else beside is refused. That takes a copy of it for the moment.
@@ -190,7 +190,7 @@ class SparseFFN(torch.nn.Module):
 
 
 def _parts(block: torch.nn.Module) -> tuple[torch.nn.Module, torch.nn.Module | None, torch.nn.Module, Any]:
-    """-> up, gate or ``None``, down, activation."""
+    """Return up, gate or ``None``, down, activation."""
     if isinstance(block, torch.nn.Sequential):
         layers = [layer for layer in block if not isinstance(layer, _DropoutNd | torch.nn.Identity)]
         if len(layers) == 3 and isinstance(layers[0], torch.nn.Linear) and isinstance(layers[2], torch.nn.Linear):
@@ -206,7 +206,7 @@ def _parts(block: torch.nn.Module) -> tuple[torch.nn.Module, torch.nn.Module | N
 
 
 def _in_rows(layer: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """-> weight (out, in) and bias of a Linear, or of transformers' Conv1D, which stores (in, out)."""
+    """Return weight (out, in) and bias of a Linear, or of transformers' Conv1D, which stores (in, out)."""
     weight: Any = getattr(layer, "weight", None)
     linear, conv = isinstance(layer, torch.nn.Linear), type(layer).__name__ == "Conv1D"
     if not (linear or conv) or weight.ndim != 2 or weight.dtype not in arguments.FLOATING:
@@ -220,7 +220,7 @@ def _in_rows(layer: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]
 
 
 def _name_of(act: Any) -> str:
-    """Which of ours ``act`` computes, by its values: libraries have many classes for the same function."""
+    """Return which of ours ``act`` computes, by its values: libraries have many classes for the same function."""
     if not callable(act):
         raise ValueError("SparseFFN.from_dense: block has no activation that can be called; name it with activation=")
     z = torch.cat([torch.linspace(-6, 6, 97, dtype=torch.float64), torch.tensor(_REACHES), -torch.tensor(_REACHES)])
@@ -247,7 +247,7 @@ class _Activation(torch.nn.Module):
 
 @torch.no_grad()
 def _compare(block: torch.nn.Module, activation: str, *, replace: bool) -> float:
-    """Raises unless ``block`` is the network that its parts make; returns how much of its output it drops in training.
+    """Raise unless ``block`` is the network that its parts make; returns how much of its output it drops in training.
 
     ``replace``: it is compared with ``activation`` in the place of its own.
     """

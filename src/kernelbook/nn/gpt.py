@@ -120,7 +120,7 @@ class _Block(nn.Module):
 
 
 def _normed(norm: LayerNorm, x: torch.Tensor) -> torch.Tensor:
-    """The norm in the dtype of ``x``. Autocast would write float32, only for the next layer to round it again."""
+    """Return the norm in the dtype of ``x``. Autocast would write float32, only for the next layer to round it again."""
     with torch.autocast(x.device.type, enabled=False):
         return norm(x)
 
@@ -149,11 +149,11 @@ class GPT(nn.Module):
                 nn.init.normal_(layer.weight, std=0.02 / math.sqrt(2 * config.depth))  # type: ignore[union-attr, arg-type]
 
     def sparse_layers(self) -> dict[str, SparseLinear]:
-        """The sparse layers by name, in order."""
+        """Return the sparse layers by name, in order."""
         return {name: module for name, module in self.named_modules() if isinstance(module, SparseLinear)}
 
     def parameters_but(self, excluded: set[int]) -> Iterator[nn.Parameter]:
-        """The parameters whose ``id`` is not in ``excluded``."""
+        """Return the parameters whose ``id`` is not in ``excluded``."""
         return (p for p in self.parameters() if id(p) not in excluded)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:

@@ -22,7 +22,7 @@ HEADS = 16
 
 @triton.jit
 def _tile(S, I, ROWS: tl.constexpr, BLOCK_I: tl.constexpr):
-    """-> (ROWS, 1) rows, (1, BLOCK_I) columns, and the mask of those that exist."""
+    """Return (ROWS, 1) rows, (1, BLOCK_I) columns, and the mask of those that exist."""
     offs_s = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     offs_i = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)[None, :]
     return offs_s, offs_i, (offs_s < S) & (offs_i < I)
@@ -71,7 +71,7 @@ def _swiglu_bwd_kernel(
 
 @triton.jit
 def _pairs(h_ptr, offs_s, S, I, ACC: tl.constexpr, ROWS: tl.constexpr, BLOCK_I: tl.constexpr):
-    """-> gate and up (ROWS, BLOCK_I) of interleaved rows, and where the pairs lie, with the mask of those that exist."""
+    """Return gate and up (ROWS, BLOCK_I) of interleaved rows, and where the pairs lie, with the mask of those that exist."""
     offs_h = tl.program_id(1) * (2 * BLOCK_I) + tl.arange(0, 2 * BLOCK_I)[None, :]
     mask = (offs_s < S) & (offs_h < 2 * I)
     offsets = offs_s * (2 * I) + offs_h

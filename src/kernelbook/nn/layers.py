@@ -129,7 +129,7 @@ class SparseLinear(torch.nn.Linear):
 
     @property
     def num_chunks(self) -> int:
-        """How many chunks there are to choose from."""
+        """Return how many chunks there are to choose from."""
         return -(-self.out_features // self.chunk_size)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

@@ -52,7 +52,7 @@ class LoRAModule(torch.nn.Module):
     scaling: float = 1.0
 
     def _check_lora(self, rank: int, alpha: float | None, dtype: torch.dtype | None) -> tuple[int, float]:
-        """-> the rank and the scaling. Nothing is changed."""
+        """Return the rank and the scaling. Nothing is changed."""
         op = f"{type(self).__name__.removeprefix('Parametrized')}.add_lora"
         rank = arguments.integer(op, "rank", rank, least=1)
         arguments.check_choice(op, "dtype", dtype, (None, *arguments.FLOATING))
@@ -129,7 +129,7 @@ class GatedExperts(LoRAModule):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws new weights, as ``torch.nn.Linear`` does, and new LoRA pairs. Weights in 4 bits stay as they are."""
+        """Draw new weights, as ``torch.nn.Linear`` does, and new LoRA pairs. Weights in 4 bits stay as they are."""
         for name in self._sizes():
             weight = stored_weight(self, name)
             if isinstance(weight, torch.Tensor):
@@ -142,7 +142,7 @@ class GatedExperts(LoRAModule):
         return {"gate_up": (2 * intermediate, hidden), "down": (hidden, intermediate)}
 
     def add_lora(self, rank: int, alpha: float | None = None, dtype: torch.dtype | None = None) -> "GatedExperts":
-        """Freezes the weights and gives each expert a pair of ``rank``, scaled by ``alpha / rank`` (default 1).
+        """Freeze the weights and give each expert a pair of ``rank``, scaled by ``alpha / rank`` (default 1).
 
         ``gate_up_a`` (E, r, H), ``gate_up_b`` (E, 2 I, r), ``down_a`` (E, r, I), ``down_b`` (E, H, r); b starts at zero.
 
@@ -167,7 +167,7 @@ class GatedExperts(LoRAModule):
         return self
 
     def quantize(self, *, block_size: int = 64, double_quant: bool = False) -> "GatedExperts":
-        """Replaces both weights by their 4-bit form, frozen."""
+        """Replace both weights by their 4-bit form, frozen."""
         for name in self._sizes():
             quantizable(self, name, block_size)
         for name in self._sizes():

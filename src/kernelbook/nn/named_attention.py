@@ -16,7 +16,7 @@ from kernelbook import runtime  # before Triton, which it sets up
 from kernelbook.attention import flash_attention
 from kernelbook.nn.same_bits import attend, check_alone, positions, sequences
 
-__all__ = ["NEUTRAL", "OWN", "asked_for", "boolean_mask", "is_stated", "own_attention", "statement"]
+__all__ = ["NEUTRAL", "OWN", "asked_for", "boolean_mask", "encode_mask", "is_stated", "own_attention"]
 
 MAX_HEAD = 256
 # What transformers' modules call an argument of flash_attention.
@@ -43,25 +43,25 @@ NEUTRAL = frozenset(
 
 
 def is_stated(mask: torch.Tensor | None) -> bool:
-    """Whether the mask is a :func:`statement`."""
+    """Return whether :func:`encode_mask` made the mask."""
     return mask is not None and mask.dtype == torch.uint64
 
 
-def _said(mask: torch.Tensor) -> tuple[torch.Tensor | None, int | None]:
-    """-> lengths and window."""
+def decode_mask(mask: torch.Tensor) -> tuple[torch.Tensor | None, int | None]:
+    """Return lengths and window of a mask that :func:`encode_mask` made."""
     return mask[:, 0, 0, 0].view(torch.int64) if mask.shape[0] else None, mask.shape[3] - 1 or None
 
 
-def statement(lengths: torch.Tensor, window: int | None) -> torch.Tensor:
-    """The mask that says so: ``lengths`` (B,) int64, or (0,) where all keys are there."""
+def encode_mask(lengths: torch.Tensor, window: int | None) -> torch.Tensor:
+    """Return a mask that tells lengths and window: ``lengths`` (B,) int64, or (0,) where all keys are there."""
     return lengths.view(torch.uint64)[:, None, None, None].expand(-1, 1, 1, 1 + (window or 0))
 
 
 def boolean_mask(mask: torch.Tensor | None, n: int, s: int) -> torch.Tensor | None:
-    """The mask for others: (B or 1, 1, N, S) booleans for one that is stated as above; any other as it is."""
+    """Return the mask for others: (B or 1, 1, N, S) booleans for one that is stated as above; any other as it is."""
     if mask is None or not is_stated(mask):
         return mask
-    lengths, window = _said(mask)
+    lengths, window = decode_mask(mask)
     key = torch.arange(s, device=mask.device)
     position = torch.arange(n, device=mask.device)[:, None] - n
     position = position + (s if lengths is None else lengths[:, None, None, None])
@@ -70,7 +70,7 @@ def boolean_mask(mask: torch.Tensor | None, n: int, s: int) -> torch.Tensor | No
 
 
 def asked_for(others: dict[str, Any]) -> list[str]:
-    """The keywords by which a module asks for more than plain attention: a soft cap, sinks, a bias, or whatever comes next."""
+    """Return the keywords that ask for more than plain attention: a soft cap, sinks, a bias, or whatever comes next."""
     return [name for name, value in others.items() if name not in NEUTRAL and value is not None and value is not False]
 
 
@@ -126,7 +126,7 @@ def own_attention(
         check_alone(batch, n, positions(others), others.get("cu_seq_lens_q"))
     lengths, window = None, None
     if mask is not None:
-        lengths, window = _said(mask)
+        lengths, window = decode_mask(mask)
         causal = True
     else:
         causal = query.shape[2] > 1 and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)

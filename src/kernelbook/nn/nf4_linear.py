@@ -47,7 +47,7 @@ class NF4Linear(LoRAModule):
 
     @classmethod
     def from_linear(cls, linear: torch.nn.Linear, *, block_size: int = 64, double_quant: bool = False) -> "NF4Linear":
-        """The layer in 4 bits; the bias is shared. Raises ``TypeError`` for what is no ``torch.nn.Linear``."""
+        """Return the layer in 4 bits; the bias is shared. Raises ``TypeError`` for what is no ``torch.nn.Linear``."""
         if not isinstance(linear, torch.nn.Linear):
             raise TypeError(f"NF4Linear.from_linear: linear must be a torch.nn.Linear, got {type(linear).__name__}")
         new = cls.__new__(cls)
@@ -64,7 +64,7 @@ class NF4Linear(LoRAModule):
         quantize_parameter(self, "weight", block_size=block_size, double_quant=double_quant)
 
     def add_lora(self, rank: int, alpha: float | None = None, dtype: torch.dtype | None = None) -> "NF4Linear":
-        """Freezes the bias and adds ``alpha / rank`` (default 1) times ``x a^T b^T``; b starts at zero.
+        """Freeze the bias and add ``alpha / rank`` (default 1) times ``x a^T b^T``; b starts at zero.
 
         Raises ``TypeError`` for a rank or an alpha that is no number, and ``ValueError`` where there is a pair already, for a
         rank below 1 and for another dtype.

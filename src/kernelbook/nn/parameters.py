@@ -12,7 +12,7 @@ from kernelbook.nf4 import NF4Tensor, nf4_dequantize, nf4_quantize
 __all__ = [
     "NF4Parametrization",
     "dense_parameter",
-    "is_turned",
+    "is_stored_transposed",
     "quantizable",
     "quantize_parameter",
     "store_parameter",
@@ -25,15 +25,15 @@ class NF4Parametrization(torch.nn.Module):
 
     The packed bytes are the parametrization's ``original``. Who wants the 4-bit form asks :func:`stored_weight`.
     Conversions of the module to another dtype leave the scales as they are, and are that of the dense parameter.
-    ``turned``: the parameter is (E, K, N), and what is stored (E, N, K), as checkpoints that were packed along K have it.
+    ``transposed``: the parameter is (E, K, N), and what is stored (E, N, K), as checkpoints that were packed along K have it.
     """
 
     PARTS = ("absmax", "code", "nested_absmax", "nested_code", "nested_offset")
-    turned = False  # also of what was pickled before
+    transposed = False  # also of what was pickled before
 
-    def __init__(self, q: NF4Tensor, *, turned: bool = False) -> None:
+    def __init__(self, q: NF4Tensor, *, transposed: bool = False) -> None:
         super().__init__()
-        self.turned = turned
+        self.transposed = transposed
         self.shape, self.block_size, self.code_name, self.dtype = q.shape, q.block_size, q.code_name, q.dtype
         for name in self.PARTS:
             part = getattr(q, name)
@@ -42,7 +42,7 @@ class NF4Parametrization(torch.nn.Module):
             self.register_buffer(name, part if whole else part.clone())
 
     def tensor(self, packed: torch.Tensor) -> NF4Tensor:
-        """The 4-bit tensor with these bytes; everything is shared."""
+        """Return the 4-bit tensor with these bytes; everything is shared."""
         parts = {name: getattr(self, name) for name in self.PARTS}
         return NF4Tensor(
             packed=packed.detach(),
@@ -57,7 +57,7 @@ class NF4Parametrization(torch.nn.Module):
         """packed (ceil(n / 2),) -> the dense tensor."""
         dtype = self.dtype if self.dtype in (torch.float32, torch.float16, torch.bfloat16) else torch.float32
         dense = nf4_dequantize(self.tensor(packed), dtype=dtype).to(self.dtype)
-        return dense.transpose(1, 2) if self.turned else dense
+        return dense.transpose(1, 2) if self.transposed else dense
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "NF4Parametrization":
         where: Any = self.code.device
@@ -70,7 +70,9 @@ class NF4Parametrization(torch.nn.Module):
         return super()._apply(keep_dtype, recurse)
 
     def extra_repr(self) -> str:
-        return f"{self.shape}, {self.code_name}, block_size={self.block_size}{', turned' if self.turned else ''}"
+        return (
+            f"{self.shape}, {self.code_name}, block_size={self.block_size}{', transposed' if self.transposed else ''}"
+        )
 
 
 class _Stack(parametrize.ParametrizationList):
@@ -93,7 +95,7 @@ class _Stack(parametrize.ParametrizationList):
 def quantize_parameter(
     module: torch.nn.Module, name: str, *, block_size: int = 64, double_quant: bool = False
 ) -> NF4Tensor:
-    """Replaces the parameter ``module.name`` by its 4-bit form and freezes it; the dense one is given up.
+    """Replace the parameter ``module.name`` by its 4-bit form and freeze it; the dense one is given up.
 
     ``module.name`` can be read as before and is dequantized at each reading.
 
@@ -108,7 +110,7 @@ def quantize_parameter(
 
 
 def quantizable(module: torch.nn.Module, name: str, block_size: int) -> torch.Tensor:
-    """The dense ``module.name``; raises as :func:`quantize_parameter` does. Who quantizes several asks for all of them first."""
+    """Return the dense ``module.name``, or raise as :func:`quantize_parameter`. Ask for all of several before the first is quantized."""
     if parametrize.is_parametrized(module, name):
         raise ValueError(f"quantize_parameter: {name} must not be parametrized, but it is")
     parameter = module._parameters.get(name)
@@ -118,9 +120,12 @@ def quantizable(module: torch.nn.Module, name: str, block_size: int) -> torch.Te
     return parameter.detach()
 
 
-def store_parameter(module: torch.nn.Module, name: str, q: NF4Tensor, *, turned: bool = False) -> None:
-    """Puts ``q`` in the place of the parameter ``module.name``, which is given up; ``turned``: see the parametrization."""
-    packed, parametrization = torch.nn.Parameter(q.packed, requires_grad=False), NF4Parametrization(q, turned=turned)
+def store_parameter(module: torch.nn.Module, name: str, q: NF4Tensor, *, transposed: bool = False) -> None:
+    """Put ``q`` in the place of the parameter ``module.name``, which is given up; ``transposed``: see the parametrization."""
+    packed, parametrization = (
+        torch.nn.Parameter(q.packed, requires_grad=False),
+        NF4Parametrization(q, transposed=transposed),
+    )
     setattr(module, name, packed)
     parametrize.register_parametrization(module, name, parametrization, unsafe=True)
     stacks: Any = module.parametrizations
@@ -129,7 +134,7 @@ def store_parameter(module: torch.nn.Module, name: str, q: NF4Tensor, *, turned:
 
 
 def _reduces(kind: type[torch.nn.Module]) -> None:
-    """Makes modules of the class that PyTorch has made for one parametrized module copied and pickled by :func:`_reduce`."""
+    """Make modules of the class that PyTorch has made for one parametrized module copied and pickled by :func:`_reduce`."""
     kind.__reduce_ex__ = _reduce  # type: ignore[assignment, method-assign]
     # PyTorch's own copies share the class: whoever made a parameter of one dense would take it from all.
     if "__deepcopy__" in kind.__dict__:
@@ -137,7 +142,7 @@ def _reduces(kind: type[torch.nn.Module]) -> None:
 
 
 def _reduce(module: torch.nn.Module, protocol: Any) -> tuple[Any, ...]:
-    """How a module with 4-bit parameters is pickled, which PyTorch refuses, and copied: the new one has a class of its own."""
+    """Return how to pickle and copy a module with 4-bit parameters, which PyTorch refuses: the new one has a class of its own."""
     names = tuple(module.parametrizations)  # type: ignore[arg-type]
     return _parametrized, (type(module).__bases__[0], names), dict(module.__dict__)
 
@@ -151,15 +156,15 @@ def _parametrized(kind: type[torch.nn.Module], names: tuple[str, ...]) -> torch.
     return module
 
 
-def is_turned(module: torch.nn.Module, name: str) -> bool:
-    """Whether :func:`stored_weight` gives (E, N, K) where ``module.name`` is (E, K, N)."""
+def is_stored_transposed(module: torch.nn.Module, name: str) -> bool:
+    """Return whether :func:`stored_weight` gives (E, N, K) where ``module.name`` is (E, K, N)."""
     if not parametrize.is_parametrized(module, name):
         return False
-    return bool(getattr(module.parametrizations[name][0], "turned", False))  # type: ignore[index]
+    return bool(getattr(module.parametrizations[name][0], "transposed", False))  # type: ignore[index]
 
 
 def dense_parameter(module: torch.nn.Module, name: str, value: torch.Tensor) -> None:
-    """Puts a dense ``value`` in the place of a 4-bit parameter, which is given up."""
+    """Put a dense ``value`` in the place of a 4-bit parameter, which is given up."""
     parametrize.remove_parametrizations(module, name, leave_parametrized=False)
     delattr(module, name)
     module.register_parameter(name, torch.nn.Parameter(value, requires_grad=False))

@@ -73,7 +73,7 @@ class _WithLinear(torch.nn.Module):
 
 @functools.cache
 def with_linear(kind: Any) -> type[torch.nn.Module]:
-    """The class with its products by :func:`linear`."""
+    """Return the class with its products by :func:`linear`."""
     return type(kind.__name__, (_WithLinear, kind), {"__module__": __name__})
 
 
@@ -86,7 +86,7 @@ def _new(kind: Any) -> torch.nn.Module:
 
 
 class Sequences(NamedTuple):
-    """Where the sequences of a batch lie: rows of queries (B N) and of keys (B S), gathered into a batch of one a row."""
+    """Places of the sequences of a batch: rows of queries (B N) and of keys (B S), gathered into a batch of one a row."""
 
     queries: torch.Tensor  # (R, L) row numbers; places that are none have some row's
     keys: torch.Tensor  # (R, M) likewise
@@ -98,7 +98,7 @@ class Sequences(NamedTuple):
 def sequences(
     mask: torch.Tensor, batch: int, window: int | None, position_ids: torch.Tensor | None = None
 ) -> Sequences:
-    """What a mask (B or 1, 1, N, S) of booleans says, if it is causal within sequences; the host waits for the device, once.
+    """Return what a mask (B or 1, 1, N, S) of booleans says, if it is causal within sequences; the host waits for the device, once.
 
     A query that does not see the key at its own place is padding. ``window``: how many keys back a query sees at most.
 
@@ -134,7 +134,7 @@ def in_mode(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def positions(others: dict[str, Any]) -> torch.Tensor | None:
-    """The ``position_ids`` by which sequences may be packed: of an attention's keywords, or of the model that it is in.
+    """Return the ``position_ids`` by which sequences may be packed: of an attention's keywords, or of the model that it is in.
 
     Some models do not hand them on. Those that a model makes itself, since it was given none, need not be looked at.
     """
@@ -154,7 +154,7 @@ PACKED = (
 def check_alone(
     batch: int, n: int, position_ids: torch.Tensor | None, cu_seq_lens_q: torch.Tensor | None = None
 ) -> None:
-    """Raises for packed sequences, of which a mask that is causal or not there does not tell.
+    """Raise for packed sequences, of which a mask that is causal or not there does not tell.
 
     Where a model was given ``position_ids`` the host waits for the device, once for all layers; not for a step of decoding,
     and not while a graph is captured: the same step ran before, to be warm.

@@ -79,7 +79,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
 
 class Swap:
-    """What :func:`swap` changed. Printed, it says so; as a context manager, it undoes that at the end.
+    """Changes that :func:`swap` made. Printed, it lists them; as a context manager, it undoes them at the end.
 
     Attributes:
         changed: for each module that runs on a kernel now, its name in the model and what it became.
@@ -94,7 +94,7 @@ class Swap:
         self._hooks: list[Any] = []
 
     def undo(self) -> None:
-        """Makes the modules what they were. Parameters, buffers and their hooks were never touched."""
+        """Make the modules what they were. Parameters, buffers and their hooks were never touched."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -115,7 +115,7 @@ class Swap:
         return "\n".join(lines + [f"  left as it was: {name or 'the model'}: {why}" for name, why in self.left.items()])
 
     def _change(self, name: str, module: nn.Module, kind: type[nn.Module] | str, became: str) -> None:
-        """Gives the module another class, or leaves it: where ``kind`` says why, or where no class decides what it does."""
+        """Give the module another class, or leave it: where ``kind`` says why, or where no class decides what it does."""
         if isinstance(kind, str):
             self.left[name] = kind
         elif "forward" in vars(module):
@@ -148,7 +148,7 @@ def swap(
     same_bits: bool = False,
     quiet: bool = False,
 ) -> Swap:
-    """Runs PyTorch's own layers inside ``model`` on the kernels, in place; prints what it changed.
+    """Run PyTorch's own layers inside ``model`` on the kernels, in place; print what changed.
 
     A module changes its class, and nothing else: parameters, buffers, hooks, names and the state dict stay. Modules of other
     classes, such as a subclass with a ``forward`` of its own, and modules whose instance has one are left alone. A model of
@@ -176,7 +176,8 @@ def swap(
             models run on :func:`kernelbook.rms_norm`.
         attention: ``torch.nn.MultiheadAttention`` runs :func:`kernelbook.flash_attention` where a call needs no weights, no
             dropout and no mask but the causal one. Other calls stay PyTorch's.
-        same_bits: results depend on no other row of the batch, see above. Take it with all the others.
+        same_bits: results depend on no other row of the batch, see above. Take it with all the others. On a CPU the model's
+            own activations are PyTorch's, which round a width that is no multiple of 32 differently in different rows.
         quiet: print nothing.
 
     Returns:
@@ -244,7 +245,7 @@ def _swap(done: Swap, layer_norm: bool, rms_norm: bool, attention: bool) -> None
 
 
 def _swap_attention_interface(model: Any, done: Swap) -> None:
-    """Selects the kernels as the attention implementation of a transformers model and of the models in it."""
+    """Select the kernels as the attention implementation of a transformers model and of the models in it."""
     from kernelbook.interop import transformers_attention
 
     transformers_attention.register()
@@ -275,7 +276,7 @@ ROW_BY_ROW = (nn.Embedding, MultiheadAttention, nn.modules.linear.NonDynamically
 
 
 def _swap_same_bits(done: Swap) -> None:
-    """What :func:`_swap` leaves to PyTorch, and the mode around each module that has others in it."""
+    """Swap what :func:`_swap` leaves to PyTorch, and put the mode around each module that has others in it."""
     model = done.model
     experts = _swap_experts(done)
     unknown: dict[str, str] = {}
@@ -305,13 +306,13 @@ def _swap_same_bits(done: Swap) -> None:
 
 
 def _multiplies(kind: type[nn.Module]) -> bool:
-    """Whether the class's forward pass names a product of rows with its weight: a router."""
+    """Return whether the class's forward pass names a product of rows with its weight: a router."""
     names = getattr(getattr(kind.forward, "__code__", None), "co_names", ())
     return "linear" in names or "matmul" in names
 
 
 def _swap_experts(done: Swap) -> set[int]:
-    """Runs a transformers model's experts on the kernels. -> the modules that they are."""
+    """Run a transformers model's experts on the kernels; return the modules that they are."""
     model: Any = done.model
     parts = [part for part in model.modules() if hasattr(part, "set_experts_implementation")]
     if not parts:
@@ -332,7 +333,7 @@ def _swap_experts(done: Swap) -> set[int]:
 
 
 def _in_mode(module: nn.Module) -> list[Any]:
-    """The mode from before a module's forward pass to after it, also after one that raises; a checkpoint's second one too."""
+    """Hold the mode from before a module's forward pass until after it, also after one that raises and in a checkpoint's second one."""
     of_thread = threading.local()
 
     def enter(*call: Any) -> None:

@@ -54,7 +54,7 @@ class ClampedSwiGLU:
         return _swiglu(h, self.alpha, self.limit)  # type: ignore[no-any-return]
 
     def reference(self, h: torch.Tensor) -> torch.Tensor:
-        """The same in plain PyTorch."""
+        """Return the same in plain PyTorch."""
         gate, up = h[..., ::2].clamp(max=self.limit), h[..., 1::2].clamp(-self.limit, self.limit)
         return gate * torch.sigmoid(self.alpha * gate) * (up + 1)
 
@@ -92,8 +92,9 @@ def _plan_launch(kernel: Any, h: torch.Tensor, alpha: float | None, limit: float
     height = 1 if h.dtype == torch.float64 else kernels.ROWS  # its exponential takes many registers
     clamp = {} if alpha is None else {"ALPHA": alpha, "LIMIT": limit}
     launch = launcher(
-        kernel, **clamp, ACC=tl_accumulator(h.dtype), ROWS=height, BLOCK_I=kernels.BLOCK_I, num_warps=kernels.WARPS
-    )
+        kernel, **clamp, ACC=tl_accumulator(h.dtype), ROWS=height, BLOCK_I=kernels.BLOCK_I, num_warps=kernels.WARPS,
+        repeatable=True,
+    )  # fmt: skip
     return _Plan(launch, (cdiv(rows, height), cdiv(inner, kernels.BLOCK_I)))
 
 

@@ -45,7 +45,7 @@ def layer_norm_with_locks(
     """
     if type(eps) is not float:
         eps = arguments.number("layer_norm_with_locks", "eps", eps, op.EPS)
-    y: torch.Tensor = _norm_with_locks(x, None, weight, bias, eps, op.out_dtype(x, None), True)[0]
+    y: torch.Tensor = _norm_with_locks(x, None, weight, bias, eps, None, True)[0]
     return y
 
 
@@ -179,6 +179,7 @@ _norm_with_locks = Op(
     f"norm_with_locks({op.ARGUMENTS}) -> (Tensor y, Tensor total, Tensor statistics)",
     results=2,
     saves=("x", "weight", "statistics"),
+    autocast=op.in_float32,
     check=_check,
     outputs=op.outputs_of,
     plan=op.plan,

@@ -23,17 +23,26 @@ import torch
 
 from kernelbook import runtime
 
-__all__ = ["Captured", "CapturedCalls", "FixedInputs", "Known", "moved", "plain", "state_of", "unfixed"]
+__all__ = [
+    "Captured",
+    "CapturedCalls",
+    "Fingerprint",
+    "FixedInputs",
+    "moved",
+    "plain",
+    "state_of",
+    "why_not_capturable",
+]
 
 TORCH = os.path.dirname(torch.__file__) + os.sep
 PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-MOST = 64  # kinds that are kept: of calls, with their graphs, and of batches
+MAX_KINDS = 64  # kinds that are kept: of calls, with their graphs, and of batches
 _failed: list[torch.cuda.CUDAGraph] = []  # PyTorch's allocators may go on asking such a graph whether it captures
 _generations = 0  # how often a generator had to be given another state: graphs from before draw from the one it had
 
 
 def _capture(call: Callable[[], Any], stream: torch.cuda.Stream, pool: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """The call as a graph, and what it returned while it was captured; nothing has been computed.
+    """Return the call as a graph, and what it returned while it was captured; nothing has been computed.
 
     Raises:
         RuntimeError: it cannot be captured; the message names the line.
@@ -64,7 +73,7 @@ def _capture(call: Callable[[], Any], stream: torch.cuda.Stream, pool: Any) -> t
 
 
 def _end(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
-    """What PyTorch leaves undone where a capture fails: see ``CUDAGraph::capture_end``."""
+    """Do what PyTorch leaves undone where a capture fails: see ``CUDAGraph::capture_end``."""
     _failed.append(graph)
     device = torch.cuda.current_device()
     for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
@@ -73,7 +82,7 @@ def _end(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
 
 
 def _mend(generator: torch.Generator) -> None:
-    """Lets the generator draw again after a capture that failed.
+    """Let the generator draw again after a capture that failed.
 
     PyTorch before 2.13 leaves its state marked as captured, and refuses to draw for anybody. A capture that succeeds takes the
     mark away from the same state, which the graphs from before go on drawing from. Where that does not help either, it gets
@@ -124,7 +133,7 @@ def _no_stashed_generator() -> Iterator[None]:
 
 
 def _line_of(error: BaseException) -> str:
-    """The innermost line outside of PyTorch that raised the error."""
+    """Return the innermost line outside of PyTorch that raised the error."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(TORCH) and frame.filename != __file__]
     if not own:
@@ -171,7 +180,7 @@ class Captured:
 
 
 def _run_on(stream: torch.cuda.Stream, call: Callable[[], Any]) -> Any:
-    """The call on ``stream``, in the order of the current stream."""
+    """Run the call on ``stream``, in the order of the current stream."""
     current = torch.cuda.current_stream()
     stream.wait_stream(current)
     with torch.cuda.stream(stream):
@@ -181,7 +190,7 @@ def _run_on(stream: torch.cuda.Stream, call: Callable[[], Any]) -> Any:
 
 
 def _why_not(device: torch.device) -> str | None:
-    """Why calls on ``device`` cannot be captured."""
+    """Return why calls on ``device`` cannot be captured."""
     if runtime.DEVICE.type != "cuda":
         return "there is no GPU"
     return None if device.type == "cuda" else f"the model is on the {device.type}"
@@ -200,12 +209,12 @@ def _pool() -> Any:
 
 
 def _drawn() -> int:
-    """How far the generator of the current device is."""
+    """Return how far the generator of the current device is."""
     return int(torch.cuda.default_generators[torch.cuda.current_device()].get_offset())
 
 
 def _host_generators() -> dict[str, Any]:
-    """The states of the random numbers that are drawn on the host."""
+    """Return the states of the random numbers that are drawn on the host."""
     found: dict[str, Any] = {"torch's on the CPU": torch.get_rng_state().tolist(), "random": random.getstate()}
     if "numpy.random" in sys.modules:
         found["numpy.random"] = pickle.dumps(sys.modules["numpy.random"].get_state(legacy=False))
@@ -214,7 +223,7 @@ def _host_generators() -> dict[str, Any]:
 
 @dataclasses.dataclass
 class _Kind:
-    """What is known of the calls of a key."""
+    """State of the calls of a key."""
 
     runs: int = 0
     draws: bool = False  # random numbers, on the device
@@ -224,7 +233,7 @@ class _Kind:
 class CapturedCalls:
     """Calls by key. Each runs as it is a few times, is captured then, and replayed from there on.
 
-    All graphs share a memory pool, so that several take little more than the largest; of more than :data:`MOST` the one that
+    All graphs share a memory pool, so that several take little more than the largest; of more than :data:`MAX_KINDS` the one that
     was not replayed for longest is dropped. Where a call cannot be captured, this and all new ones run as they are, and a
     warning names the line.
 
@@ -259,7 +268,7 @@ class CapturedCalls:
         self.forget()
 
     def __len__(self) -> int:
-        """How many graphs there are."""
+        """Return how many graphs there are."""
         return sum(kind.captured is not None for kind in self._kinds.values())
 
     @property
@@ -268,17 +277,17 @@ class CapturedCalls:
 
     @property
     def captures(self) -> bool:
-        """Whether there are graphs, or will be."""
+        """Return whether there are graphs, or will be."""
         return self._why is None or any(kind.captured is not None for kind in self._kinds.values())
 
     def forget(self) -> None:
-        """Drops all graphs: what they read is elsewhere now."""
+        """Drop all graphs: what they read is elsewhere now."""
         self._kinds.clear()
         self._pool = None if self._stream is None else _pool()
         self._generations = _generations
 
     def __call__(self, key: Hashable, call: Callable[[], Any]) -> Any:
-        """What ``call`` returns. From a graph: tensors that its next replay overwrites."""
+        """Return what ``call`` returns. From a graph: tensors that its next replay overwrites."""
         if not self.captures:
             return call()
         with _on(self.device):
@@ -301,7 +310,7 @@ class CapturedCalls:
         else:
             self._row = 0
         self._kinds[key] = kind
-        if len(self._kinds) > MOST:
+        if len(self._kinds) > MAX_KINDS:
             del self._kinds[next(iter(self._kinds))]
         if kind.runs < self.warm:
             kind.runs += 1
@@ -316,7 +325,7 @@ class CapturedCalls:
         return kind.captured[1]
 
     def _warmed(self, kind: _Kind, call: Callable[[], Any]) -> Any:
-        """The call as it is; what it draws of random numbers is looked at."""
+        """Run the call as it is, and look at what it draws of random numbers."""
         on_host, drawn = _host_generators(), _drawn()
         out = _run_on(self._stream, call)
         kind.draws = _drawn() != drawn
@@ -328,7 +337,7 @@ class CapturedCalls:
         return out
 
     def _capture_as(self, kind: _Kind, call: Callable[[], Any]) -> str | None:
-        """Captures the call; in words why that cannot be. The error is gone by then, and with it what it held."""
+        """Capture the call; return in words why that cannot be. The error is gone by then, and with it what it held."""
         self.capturing = True
         try:
             with _no_stashed_generator() if kind.draws else contextlib.nullcontext():
@@ -340,7 +349,7 @@ class CapturedCalls:
         return None
 
     def _count_new(self, key: Hashable) -> None:
-        """Says once what changes, where each call is of another kind."""
+        """Say once what changes, where each call is of another kind."""
         self._row += 1
         if self._row == self.patience and not self._why_row:
             changes = min((list(_changes(other, key)) for other in self._kinds), key=len, default=[])
@@ -352,7 +361,7 @@ class CapturedCalls:
             self._warn(self._why_row)
 
     def go_on_eagerly(self, why: str) -> None:
-        """Captures nothing from here on, and warns why, in words."""
+        """Capture nothing from here on, and warn why, in words."""
         self._why = why
         self._warn(why)
 
@@ -363,35 +372,35 @@ class CapturedCalls:
         warnings.warn(f"{self.op}: goes on without a CUDA graph: {why}", stacklevel=level)
 
 
-class Known:
-    """What graphs take for granted of models, each state once: keys compare the object that stands for it."""
+class Fingerprint:
+    """Fingerprints of the states of models that graphs take for granted, each once: keys compare the object."""
 
     def __init__(self) -> None:
         self._states: list[_State] = []
-        self._untouched: _Untouched | None = None
+        self._guard: StateGuard | None = None
 
     def __call__(self, model: torch.nn.Module, *others: tuple[str, Hashable]) -> Hashable:
-        """The object that stands for the state of ``model``, and for names and values of ``others``."""
+        """Return the object that stands for the state of ``model``, and for names and values of ``others``."""
         given = tuple(value for _, value in others)
-        if self._untouched is not None and self._untouched(model) and self._states[0].others == given:
+        if self._guard is not None and self._guard(model) and self._states[0].others == given:
             return self._states[0]
-        self._untouched = None
+        self._guard = None
         values = state_of(model)
         for i, state in enumerate(self._states):
             if state.values == values and state.others == given:
                 self._states.insert(0, self._states.pop(i))
                 if i == 0:
-                    self._untouched = _Untouched(model)
+                    self._guard = StateGuard(model)
                 return state
         names: list[str] = []
         state_of(model, names)
         self._states.insert(0, _State(values, given, [*names, *(name for name, _ in others)]))
-        del self._states[MOST:]
+        del self._states[MAX_KINDS:]
         return self._states[0]
 
 
-class _Untouched:
-    """Whether a model is as it was when this was made, by what :func:`state_of` looks at.
+class StateGuard:
+    """A guard that says whether a model is as it was when this was made, by what :func:`state_of` looks at.
 
     The objects themselves are compared, not what they say: where they are the same ones the state is the same, and that takes
     less than half the time. Where one was replaced, by an equal one too, it answers ``False``.
@@ -475,7 +484,7 @@ MANY = 16  # parts of a list or a dictionary; longer ones are no settings
 
 
 def state_of(model: torch.nn.Module, names: list[str] | None = None) -> tuple[Hashable, ...]:
-    """What a graph takes for granted of a model: where its tensors are, the plain values that its modules have as
+    """Return what a graph takes for granted of a model: where its tensors are, the plain values that its modules have as
     attributes (modes, rates, adapters), and their hooks; ``names`` gets what each is called. Values of tensors may change;
     what a pass leaves in a module as a part of its own graph of gradients does not count.
     """
@@ -527,7 +536,7 @@ def state_of(model: torch.nn.Module, names: list[str] | None = None) -> tuple[Ha
 
 
 def plain(value: Any) -> Hashable:
-    """A value by which a graph's key can compare it: tensors by their place."""
+    """Return a value by which a graph's key can compare it: tensors by their place."""
     if isinstance(value, torch.Tensor):
         return _place_of(value)
     if type(value) in (list, tuple):
@@ -547,8 +556,8 @@ def _place_of(tensor: torch.Tensor) -> tuple[Hashable, ...]:
 # --- batches ----------------------------------------------------------------------------------------------------------
 
 
-def unfixed(*values: Any) -> str | None:
-    """What in ``values`` can neither lie at an address that stays nor be a part of a graph, in words; ``None`` if all can."""
+def why_not_capturable(*values: Any) -> str | None:
+    """Return in words what of ``values`` can neither stay at its address nor be a part of a graph; ``None`` if all can."""
     for path, value in _leaves(values):
         if isinstance(value, torch.Tensor):
             if value.layout is not torch.strided or value.is_nested or value.is_quantized or value.requires_grad:
@@ -573,7 +582,7 @@ def moved(value: Any, device: torch.device) -> Any:
 
 
 class FixedInputs:
-    """The tensors of a batch at addresses that stay, one set for each kind of batch; of more than :data:`MOST` the one that
+    """The tensors of a batch at addresses that stay, one set for each kind of batch; of more than :data:`MAX_KINDS` the one that
     was not used for longest is dropped.
 
     Args:
@@ -588,7 +597,7 @@ class FixedInputs:
     def __call__(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
     ) -> tuple[Hashable, tuple[Any, ...], dict[str, Any]]:
-        """-> what kind of batch it is, and its arguments with tensors on ``device`` that every such batch is copied into.
+        """Return what kind of batch it is, and its arguments with tensors on ``device`` that every such batch is copied into.
 
         Tensors may stand in dictionaries, lists, tuples and named tuples.
 
@@ -606,7 +615,7 @@ class FixedInputs:
             self._made += 1
             number, own = self._made, {path: torch.empty_like(t, device=device) for path, t in tensors.items()}
         self._sets[kind] = number, own
-        if len(self._sets) > MOST:
+        if len(self._sets) > MAX_KINDS:
             del self._sets[next(iter(self._sets))]
         for path, t in tensors.items():
             # Its owner may fill pinned memory anew as soon as we return; of other memory CUDA takes a copy by itself.
@@ -630,12 +639,12 @@ def _kind_of(value: Any) -> tuple[Any, ...]:
 
 
 def _is_sequence(value: Any) -> bool:
-    """Whether it is a list, a tuple or a named tuple, all of whose parts it is made of."""
+    """Return whether it is a list, a tuple or a named tuple, all of whose parts it is made of."""
     return type(value) in (list, tuple) or (type(value).__bases__ == (tuple,) and hasattr(value, "_fields"))
 
 
 def _leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """What stands in nested dictionaries, lists and tuples, and where."""
+    """Return what stands in nested dictionaries, lists and tuples, and where."""
     if isinstance(value, Mapping):
         for name, part in value.items():
             yield from _leaves(part, (*path, name))

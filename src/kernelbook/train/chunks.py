@@ -12,7 +12,6 @@ import torch
 
 from kernelbook import arguments, runtime  # before Triton, which it sets up
 from kernelbook.launch import cdiv, launcher
-from kernelbook.tensors import written
 from kernelbook.train import kernels
 
 # isort: split
@@ -99,7 +98,7 @@ class Layout:
 
 
 def chunk_norms(grad: torch.Tensor, *, chunk_size: int = 64, out: torch.Tensor | None = None) -> torch.Tensor:
-    """The Euclidean norm of each chunk of rows of a gradient.
+    """Return the Euclidean norm of each chunk of rows of a gradient.
 
     Of the compact gradient of A active chunks it reads what was just written, and nothing of the inactive ones.
 
@@ -132,7 +131,9 @@ def chunk_norms(grad: torch.Tensor, *, chunk_size: int = 64, out: torch.Tensor |
     config = kernels.NORMS_CONFIG
     parts = cdiv(d, config.kwargs["BLOCK_D"])
     partial = torch.empty((chunks, parts), dtype=torch.float32, device=grad.device)
-    launch = launcher(kernels._chunk_norms_kernel, CHUNK=chunk_size, **config.kwargs, num_warps=config.num_warps)
+    launch = launcher(
+        kernels._chunk_norms_kernel, CHUNK=chunk_size, **config.kwargs, num_warps=config.num_warps, repeatable=True
+    )
     launch((chunks, parts), grad, grad.stride(0), partial, rows, d)
     return torch.linalg.vector_norm(partial, dim=1, out=out)
 
@@ -159,7 +160,7 @@ def knn_scores(
     eps: float = 1e-6,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The norm of each chunk: as observed if that was lately, else as its nearest neighbours among those that were.
+    """Return the norm of each chunk: as observed if that was lately, else as its nearest neighbours among those that were.
 
     The prediction is the mean of the ``k`` nearest lately observed chunks of the same layer, weighted by
     ``1 / (squared distance + eps)``. Without any it is what was observed longer ago; infinite for what never was.
@@ -190,13 +191,15 @@ def knn_scores(
     scores = torch.empty(n, device=norms.device, dtype=torch.float32) if out is None else out
     block_c = max(16, triton.next_power_of_2(longest))
     block_q = max(1, min(16, kernels.KNN_TILE // block_c))
-    launch = launcher(kernels._knn_scores_kernel, K=k, EPS=eps, BLOCK_Q=block_q, BLOCK_C=block_c, num_warps=4)
+    launch = launcher(
+        kernels._knn_scores_kernel, K=k, EPS=eps, BLOCK_Q=block_q, BLOCK_C=block_c, num_warps=4, repeatable=True
+    )
     launch(
         (cdiv(longest, block_q), starts.shape[0] - 1),
         features.contiguous(), norms.contiguous(), seen.contiguous(), step, scores, starts.contiguous(),
         n, features.shape[0], window,
     )  # fmt: skip
-    written(scores)
+    torch.autograd.graph.increment_version(scores)
     return scores
 
 
@@ -246,7 +249,7 @@ def top_chunks(
     step: torch.Tensor | None = None,
     seed: int = 0,
 ) -> torch.Tensor:
-    """Writes the ids of each layer's best chunks into ``ids``, best first; of equal ones the first.
+    """Write the ids of each layer's best chunks into ``ids``, best first; of equal ones the first.
 
     Args:
         scores: (N,) float32; NaN counts as infinite. ``None``: chunks are drawn at random, by ``seed`` and ``step``.
@@ -282,12 +285,12 @@ def top_chunks(
         step if step is not None else starts,
         seed, n, longest,
     )  # fmt: skip
-    written(ids, chosen)
+    torch.autograd.graph.increment_version((ids, chosen))
     return chosen
 
 
 def top_chunks_reference(scores: torch.Tensor, counts: Sequence[int], active: Sequence[int]) -> torch.Tensor:
-    """The ids that :func:`top_chunks` writes for all slots of a layout, in plain PyTorch."""
+    """Return the ids that :func:`top_chunks` writes for all slots of a layout, in plain PyTorch."""
     scores = scores.nan_to_num(nan=float("inf"), posinf=float("inf"), neginf=float("-inf"))
     parts = scores.split(list(counts))
     return torch.cat([p.sort(descending=True, stable=True).indices[:a] for p, a in zip(parts, active, strict=True)])

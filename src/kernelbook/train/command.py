@@ -124,7 +124,7 @@ def _settings(given: argparse.Namespace) -> TrainConfig:
 
 
 def train(given: argparse.Namespace) -> int:
-    """One run; 1 if it did not end well, 2 if its settings or its folder are not in order, 130 if it was interrupted."""
+    """Train once; return 1 if the run did not end well, 2 if its settings or its folder are not in order, 130 if it was interrupted."""
     if given.parallel is None:
         return _train(given)
     from kernelbook.train import parallel  # the many modules of PyTorch's engine, only where it is asked for

@@ -33,13 +33,13 @@ def replacing(path: Path) -> Iterator[Any]:
 
 
 def sweep(path: Path) -> None:
-    """Removes what processes that were killed within :func:`replacing` have left beside ``path``."""
+    """Remove what processes that were killed within :func:`replacing` have left beside ``path``."""
     for left in path.parent.glob(f"{glob.escape(path.name)}*.tmp"):
         left.unlink(missing_ok=True)
 
 
 def kept(path: Path, make: Callable[[], Any], read: Callable[[Path], Any], write: Callable[[Any, Any], object]) -> Any:
-    """What ``make()`` returns, kept in a file for the next time.
+    """Return what ``make()`` returns, kept in a file for the next time.
 
     A file that cannot be read (``read(path)`` raises) is made anew; where none can be written there is a warning.
     """

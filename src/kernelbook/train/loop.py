@@ -43,7 +43,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 
 class Data(Protocol):
-    """What the loop trains on; all of it follows from seed and step."""
+    """The data that the loop trains on; all of it follows from seed and step."""
 
     vocab_size: int
     digest: str
@@ -159,18 +159,18 @@ class TrainConfig:
             raise ValueError(f"TrainConfig: weight_decay must not be negative, got {self.weight_decay}")
 
     def is_sparse(self, step: int) -> bool:
-        """Whether a step (from 0) leaves chunks out."""
+        """Return whether a step (from 0) leaves chunks out."""
         return self.mode != "dense" and self.scheduler != "all" and step >= self.dense_steps
 
     def lr_at(self, step: int) -> float:
-        """The learning rate of a step (from 0)."""
+        """Return the learning rate of a step (from 0)."""
         if step < self.lr_warmup:
             return self.lr * (step + 1) / self.lr_warmup
         way = (step - self.lr_warmup) / max(1, self.steps - self.lr_warmup)
         return self.min_lr + (self.lr - self.min_lr) * 0.5 * (1 + math.cos(math.pi * min(way, 1.0)))
 
     def model(self, vocab_size: int) -> GPTConfig:
-        """The shape of the model."""
+        """Return the shape of the model."""
         return GPTConfig(
             vocab_size=vocab_size,
             context=self.context,
@@ -200,7 +200,7 @@ CONFIGS: dict[str, TrainConfig] = {
 
 
 def make_data(config: TrainConfig) -> Data:
-    """The data that a configuration asks for."""
+    """Return the data that a configuration asks for."""
     shape: dict[str, Any] = {"batch_size": config.batch_size, "context": config.context, "seed": config.seed}
     if config.task != "text":
         return CopyData(config.task, **shape)
@@ -358,20 +358,20 @@ class Trainer:
             chunk_norms(grad._values() if grad.is_sparse else grad, chunk_size=chunk, out=out)
 
     def _biases(self) -> list[torch.Tensor | None]:
-        """The gradients of the sparse layers' biases."""
+        """Return the gradients of the sparse layers' biases."""
         return [layer.bias.grad for layer in self.layers.values() if layer.bias is not None]
 
     def _weights(self) -> list[torch.Tensor]:
-        """The sparse layers' weights."""
+        """Return the sparse layers' weights."""
         return [layer.weight for layer in self.layers.values()]
 
     def _total_norm(self, norms: torch.Tensor, others: list[torch.Tensor]) -> torch.Tensor:
-        """The norm of all gradients: ``norms`` of chunks, and the gradients of all that is no chunk."""
+        """Return the norm of all gradients: ``norms`` of chunks, and the gradients of all that is no chunk."""
         parts = torch.stack([torch.linalg.vector_norm(norms), torch.nn.utils.get_total_norm(others)])
         return torch.linalg.vector_norm(parts)
 
     def _update(self, norms: torch.Tensor) -> None:
-        """Clips, and moves the weights. ``norms`` of the chunks' gradients are a part of the whole norm."""
+        """Clip, and move the weights. ``norms`` of the chunks' gradients are a part of the whole norm."""
         others = [p.grad for p in self._rest if p.grad is not None]
         others_too = others + [b._values() if b.is_sparse else b for b in self._biases() if b is not None]
         total = self._total_norm(norms, others_too)
@@ -402,7 +402,7 @@ class Trainer:
         self._update(self._active_norms)
 
     def _enqueue(self, step: int) -> None:
-        """Starts step number ``step`` (from 0), and waits for nothing."""
+        """Start step number ``step`` (from 0), and wait for nothing."""
         config = self.config
         for mine, new in zip((self._inputs, self._targets), self.data.batch(step), strict=True):
             mine.copy_(new)
@@ -420,7 +420,7 @@ class Trainer:
     # --- the run ---
 
     def run(self, until: int | None = None) -> list[dict[str, Any]]:
-        """Trains to step ``until`` (default: the configured number) and returns :attr:`records`.
+        """Train to step ``until`` (default: the configured number) and return :attr:`records`.
 
         Raises ``FloatingPointError`` when a loss or a gradient is not finite; the last checkpoint is from before that.
         """
@@ -466,7 +466,7 @@ class Trainer:
         return any(self._due(every) for every in (config.eval_every, config.checkpoint_every, config.probe_every))
 
     def _pause(self, last: bool) -> None:
-        """What is done between steps: scoring, evaluation, a checkpoint. Its time is not the run's."""
+        """Leave out of the run's time what is done between steps: scoring, evaluation, a checkpoint."""
         config = self.config
         if self._due(config.probe_every) and config.is_sparse(self.step - 1):
             self._record(self.probe())
@@ -477,7 +477,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """The mean loss over the validation batches."""
+        """Return the mean loss over the validation batches."""
         found = []
         for inputs, targets in self.data.validation_batches(self.config.eval_batches):
             with self._autocast():
@@ -525,11 +525,11 @@ class Trainer:
                 file.write(json.dumps(entry) + "\n")
 
     def losses(self) -> list[float]:
-        """The training loss of every step so far."""
+        """Return the training loss of every step so far."""
         return [entry["loss"] for entry in self.records if "loss" in entry]
 
     def validation_losses(self) -> list[float]:
-        """The validation losses so far; the first is that of the untrained model."""
+        """Return the validation losses so far; the first is that of the untrained model."""
         return [entry["validation_loss"] for entry in self.records if "validation_loss" in entry]
 
     # --- checkpoints ---
@@ -538,7 +538,7 @@ class Trainer:
         return None if self.out is None else self.out / "checkpoint.pt"
 
     def save(self) -> None:
-        """Writes ``checkpoint.pt`` in one step: a run that is killed here leaves the one before."""
+        """Write ``checkpoint.pt`` in one step: a run that is killed here leaves the one before."""
         path = self._checkpoint_path()
         if path is None:
             return

@@ -11,7 +11,6 @@ import torch
 
 from kernelbook import arguments, runtime  # before Triton, which it sets up
 from kernelbook.launch import Launch, launcher
-from kernelbook.tensors import written
 from kernelbook.train import kernels
 
 __all__ = ["INACTIVE", "ChunkAdamW"]
@@ -20,7 +19,7 @@ INACTIVE = ("skip", "decay")
 
 
 def _check_whole_chunks(rows: torch.Tensor, chunk: int) -> None:
-    """Raises unless ``rows`` are whole chunks, as they are not where the layer's chunks have another size, and each once."""
+    """Raise unless ``rows`` are whole chunks, as they are not where the layer's chunks have another size, and each once."""
     by_chunk = rows.view(-1, chunk)
     expected = by_chunk[:, :1] // chunk * chunk + torch.arange(chunk, device=rows.device)
     if not torch.equal(by_chunk, expected):
@@ -42,7 +41,7 @@ def _launch(chunk: int, sparse: bool, decay: bool) -> Launch:
 
 
 def _numbers(group: dict[str, Any]) -> tuple[float, ...]:
-    """The hyperparameters as the kernel takes them; floats all, so that a zero compiles no kernel of its own."""
+    """Return the hyperparameters as the kernel takes them; floats all, so that a zero compiles no kernel of its own."""
     beta1, beta2 = (float(beta) for beta in group["betas"])
     log2_beta1 = math.log2(beta1) if beta1 else -1e4
     rates = float(group["eps"]), float(group["weight_decay"])
@@ -140,7 +139,7 @@ class ChunkAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, scale: torch.Tensor | None = None) -> Any:  # type: ignore[override]
-        """One update, of gradients multiplied by ``scale`` (1,) float32 on the device (gradient clipping)."""
+        """Update once, by gradients multiplied by ``scale`` (1,) float32 on the device (gradient clipping)."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -205,4 +204,4 @@ class ChunkAdamW(torch.optim.Optimizer):
             lr, scale,
             rows, d, active, *_numbers(group),
         )  # fmt: skip
-        written(param)
+        torch.autograd.graph.increment_version(param)

@@ -35,7 +35,7 @@ PARALLEL = ("ddp", "fsdp")
 
 
 def start() -> None:
-    """Joins the ranks that torchrun has started, one GPU each where there are any.
+    """Join the ranks that torchrun has started, one GPU each where there are any.
 
     Raises:
         ValueError: the process was not started by torchrun.
@@ -52,13 +52,13 @@ def start() -> None:
 
 
 def end() -> None:
-    """Leaves the ranks."""
+    """Leave the ranks."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 class _Part:
-    """What this rank sees of the data."""
+    """This rank's part of the data."""
 
     def __init__(self, data: Data, rank: int, ranks: int) -> None:
         self.data, self.rank, self.ranks = data, rank, ranks
@@ -172,7 +172,7 @@ class ParallelTrainer(Trainer):
 
     @property
     def reduced_bytes(self) -> int:
-        """What the last step put into all-reduces of sparse layers' gradients."""
+        """Return what the last step put into all-reduces of sparse layers' gradients."""
         return 0 if self.reduction is None else self.reduction.bytes
 
     def _build(self) -> None:
@@ -270,7 +270,7 @@ class ParallelTrainer(Trainer):
         return None if self.out is None else self.out / "latest"
 
     def _state(self) -> dict[str, Any]:
-        """All that changes, of this rank: parts that say which parts they are, and copies. The same keys on every rank."""
+        """Return all that changes, of this rank: parts that say which parts they are, and copies. The same keys on every rank."""
         state: dict[str, Any] = {"model": self.model.state_dict(), "scheduler": self.scheduler.state_dict()["tensors"]}
         moments: dict[str, Any] = {}
         for name, parameter in self.model.named_parameters():
@@ -290,7 +290,7 @@ class ParallelTrainer(Trainer):
         return {**state, "moments": moments}
 
     def _as_part(self, parameter: Any, value: torch.Tensor) -> torch.Tensor:
-        """A tensor that is cut as ``parameter`` is, which shares ``value``'s memory."""
+        """Return a tensor that is cut as ``parameter`` is, which shares ``value``'s memory."""
         if self.parallel == "ddp":
             return value
         return dist.tensor.DTensor.from_local(
@@ -303,7 +303,7 @@ class ParallelTrainer(Trainer):
         )
 
     def save(self) -> None:
-        """Writes ``checkpoint-<step>``, then says in ``latest`` that it is whole, then drops the one before."""
+        """Write ``checkpoint-<step>``, then say in ``latest`` that it is whole, then drop the one before."""
         if self._folder is None:
             return
         name = f"checkpoint-{self.step}"

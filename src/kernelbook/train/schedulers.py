@@ -29,7 +29,7 @@ __all__ = ["SCHEDULERS", "Scheduler", "make_scheduler", "weight_features"]
 def weight_features(
     weights: Sequence[torch.Tensor], chunk_size: int, dims: int = 16, seed: int = 0
 ) -> list[torch.Tensor]:
-    """A fixed random projection of the weight rows of each chunk.
+    """Return a fixed random projection of the weight rows of each chunk.
 
     Feature ``r`` of a chunk is the sum over its rows ``i`` of ``s[i, r] * (W[i] @ p[:, r])``, with random signs ``s`` and a
     Gaussian ``p``: distances between chunks are kept in expectation, at the price of one thin product. Each layer's features
@@ -57,7 +57,7 @@ def weight_features(
 
 
 class Scheduler:
-    """What all schedulers share; by itself it activates every chunk, as ``all``.
+    """The base of all schedulers; by itself it activates every chunk, as ``all``.
 
     Args:
         layout: the chunks of all layers and how many may be active.
@@ -92,33 +92,33 @@ class Scheduler:
     # --- the interface ---
 
     def select(self) -> torch.Tensor:
-        """Chooses the chunks of the next step: -> :attr:`ids`, the same tensor each time."""
+        """Choose the chunks of the next step; return :attr:`ids`, the same tensor each time."""
         self._select()
         self._step += 1
         return self.ids
 
     def observe(self, norms: torch.Tensor) -> None:
-        """Takes the norms (total_active,) of the gradients of the chunks in :attr:`ids`."""
+        """Take the norms (total_active,) of the gradients of the chunks in :attr:`ids`."""
         self._observe(self._base + self.ids, norms)
 
     def observe_all(self, norms: torch.Tensor) -> None:
-        """Takes the norms (total,) of all chunks, after a dense step."""
+        """Take the norms (total,) of all chunks, after a dense step."""
         self._observe(torch.arange(self.layout.total, device=norms.device), norms)
 
     def refresh(self, weights: Sequence[torch.Tensor], chunk_size: int) -> None:
-        """Looks at the weights (N, D) of each layer, where :attr:`needs_weights`."""
+        """Look at the weights (N, D) of each layer, where :attr:`needs_weights`."""
 
     def ids_of_layers(self) -> tuple[torch.Tensor, ...]:
         """For each layer its part (A,) of :attr:`ids`: views that follow it."""
         return self.layout.split(self.ids)
 
     def state_dict(self) -> dict[str, Any]:
-        """All that changes, and what it belongs to."""
+        """Return all that changes, and what it belongs to."""
         tensors = {name: value.clone() for name, value in self._tensors().items()}
         return {"name": self.name, "counts": self.layout.counts, "active": self.layout.active, "tensors": tensors}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a saved state; ``ValueError`` if it is another scheduler's."""
+        """Go on from a saved state; ``ValueError`` if it is another scheduler's."""
         for key, own in (("name", self.name), ("counts", self.layout.counts), ("active", self.layout.active)):
             saved = state[key] if key == "name" else tuple(state[key])
             if saved != own:
@@ -129,7 +129,7 @@ class Scheduler:
     # --- for those that differ ---
 
     def _select(self) -> None:
-        """Writes :attr:`ids`."""
+        """Write :attr:`ids`."""
 
     def _observe(self, places: torch.Tensor, norms: torch.Tensor) -> None:
         """``places``: positions among all chunks."""
@@ -138,7 +138,7 @@ class Scheduler:
         return {"ids": self.ids, "step": self._step}
 
     def _top(self, scores: torch.Tensor | None, *, explore: bool = False) -> None:
-        """Fills ids by ``scores`` (at random without), a share of them at random if ``explore``."""
+        """Fill ids by ``scores`` (at random without), a share of them at random if ``explore``."""
         shared: dict[str, Any] = {"longest": self._longest, "step": self._step, "seed": self.seed}
         if not explore or self.explore == 0:
             top_chunks(scores, self.ids, self._starts, self._slots, self._active, chosen=self._chosen, **shared)
@@ -149,7 +149,7 @@ class Scheduler:
         )
 
     def _share_out(self) -> None:
-        """How many of each layer's active chunks are chosen by score, and how many at random."""
+        """Decide how many of each layer's active chunks are chosen by score, and how many at random."""
         rest = [
             round(self.explore * a) if self.explore * a >= 1 else int(self.explore > 0 and a > 1)
             for a in self.layout.active
@@ -291,7 +291,7 @@ SCHEDULERS: dict[str, Callable[..., Scheduler]] = {
 
 
 def make_scheduler(name: str, layout: Layout, **options: Any) -> Scheduler:
-    """The scheduler called ``name``: what each does stands at :mod:`kernelbook.train.schedulers`.
+    """Return the scheduler called ``name``: what each does stands at :mod:`kernelbook.train.schedulers`.
 
     Raises:
         ValueError: there is no scheduler of this name.

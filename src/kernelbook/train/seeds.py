@@ -8,7 +8,7 @@ __all__ = ["generator"]
 
 
 def generator(*what: int | str) -> torch.Generator:
-    """A generator on the CPU for ``what``, such as ``("batch", seed, step)``; others for others.
+    """Return a generator on the CPU for ``what``, such as ``("batch", seed, step)``; others for others.
 
     PyTorch's generator on the CPU looks at 32 bits of its seed only, so that numbers put beside each other would collide.
     """

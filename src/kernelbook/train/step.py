@@ -15,7 +15,15 @@ import torch
 import torch.nn.functional as F
 
 from kernelbook import arguments, runtime
-from kernelbook.train.capture import MOST, CapturedCalls, FixedInputs, Known, moved, plain, unfixed
+from kernelbook.train.capture import (
+    MAX_KINDS,
+    CapturedCalls,
+    Fingerprint,
+    FixedInputs,
+    moved,
+    plain,
+    why_not_capturable,
+)
 from kernelbook.train.optimizer import ChunkAdamW
 
 __all__ = ["PAD", "CapturedStep", "KeptGradients", "loss_of"]
@@ -25,7 +33,7 @@ PAD: dict[str, float] = {"input_ids": 0, "labels": -100, "attention_mask": 0}
 
 
 def loss_of(model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """What ``model`` returns if that is a loss, or its attribute, key or first element of that name."""
+    """Return what ``model`` returns if that is a loss, or its attribute, key or first element of that name."""
     out = model(*args, **kwargs)
     if isinstance(out, Mapping):
         out = out["loss"]
@@ -74,7 +82,7 @@ class KeptGradients:
             self._clear([self._kept[parameter] for parameter in made])
 
     def end(self, key: Hashable, *, capturing: bool) -> tuple[bool, ...] | None:
-        """What follows the backward pass: which gradients there are; ``None`` if one is sparse, to which no graph can add.
+        """Return what follows the backward pass: which gradients there are; ``None`` if one is sparse, to which no graph can add.
 
         Raises:
             RuntimeError: the call is being captured, and makes another gradient than it made before.
@@ -94,7 +102,7 @@ class KeptGradients:
         if not capturing:
             self._ends.pop(key, None)
             self._ends[key] = found
-            if len(self._ends) > MOST:
+            if len(self._ends) > MAX_KINDS:
                 del self._ends[next(iter(self._ends))]
         return found
 
@@ -117,7 +125,7 @@ class KeptGradients:
             parameter.grad = own
 
     def forget(self) -> None:
-        """Keeps none of them."""
+        """Keep none of them."""
         self._kept.clear()
         self._ends.clear()
 
@@ -205,7 +213,7 @@ class CapturedStep:
         self._loss, self._warm, self._capture = loss, arguments.integer(op, "warm", warm, least=1), capture
         self._gradients = KeptGradients()
         self._lrs: list[torch.Tensor] = []
-        self._known = Known()
+        self._fingerprint = Fingerprint()
         self._device: torch.device | None = None
         self._place()
         # The hook is the optimizer's: it must not keep the step, and goes with it.
@@ -214,7 +222,7 @@ class CapturedStep:
         weakref.finalize(self, hook.remove)
 
     def _place(self) -> None:
-        """Sets up what lies on the model's device, at first and when it has moved."""
+        """Set up what lies on the model's device, at first and when it has moved."""
         device = next((p.device for p in self.model.parameters() if not p.is_meta), runtime.DEVICE)
         if device == self._device:
             return
@@ -238,19 +246,19 @@ class CapturedStep:
 
     @property
     def _in_graph(self) -> bool:
-        """Whether the optimizer can be a part of the graph."""
+        """Return whether the optimizer can be a part of the graph."""
         return isinstance(self.optimizer, ChunkAdamW) or all("capturable" in g for g in self.optimizer.param_groups)
 
     @property
     def _keeps(self) -> bool:
-        """Whether gradients outlive a graph. Where the optimizer is in it, they are made and dropped in it."""
+        """Return whether gradients outlive a graph. Where the optimizer is in it, they are made and dropped in it."""
         return self._calls.captures and (self.accumulate > 1 or not self._in_graph)
 
     def _trained(self) -> list[torch.nn.Parameter]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def forget(self) -> None:
-        """Drops all graphs, which are captured anew: for what a step reads from elsewhere than the batch and the model's
+        """Drop all graphs, which are captured anew: for what a step reads from elsewhere than the batch and the model's
         modules, and what has been put in another place. After ``optimizer.load_state_dict`` it happens by itself.
         """
         self._calls.forget()
@@ -258,7 +266,7 @@ class CapturedStep:
         self._settle()
 
     def _settle(self) -> None:
-        """Puts learning rates and counts of steps on the device, where a graph reads them."""
+        """Put learning rates and counts of steps on the device, where a graph reads them."""
         if not self._settles or not self._in_graph:
             return
         self._lrs = []
@@ -281,7 +289,7 @@ class CapturedStep:
                 group["lr"] = own
 
     def _state(self) -> Hashable:
-        """What a graph takes for granted of model, optimizer and PyTorch."""
+        """Return what a graph takes for granted of model, optimizer and PyTorch."""
         groups = tuple(
             (
                 ("parameters", tuple([(id(p), p.requires_grad) for p in group["params"]])),
@@ -289,7 +297,7 @@ class CapturedStep:
             )
             for group in self.optimizer.param_groups
         )
-        return self._known(
+        return self._fingerprint(
             self.model,
             ("optimizer", groups),
             ("autocast", self._autocast()),
@@ -300,7 +308,7 @@ class CapturedStep:
     # --- a step ---
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """One step, or one of ``accumulate``, with the arguments of ``loss`` after the model -> the loss, ().
+        """Run one step, or one of ``accumulate``, with the arguments of ``loss`` after the model -> the loss, ().
 
         Tensors may lie on the host; they are copied.
         """
@@ -310,7 +318,7 @@ class CapturedStep:
         kwargs = self._padded(args, kwargs)
         first, last = self._micro == 0, self._micro == self.accumulate - 1
         self._settle_lrs()
-        why = unfixed(args, kwargs) if self._calls.captures else None
+        why = why_not_capturable(args, kwargs) if self._calls.captures else None
         if why is not None and self._calls.why_eager is None:
             self._calls.go_on_eagerly(why)
         fixed = self._calls.captures and why is None
@@ -343,7 +351,7 @@ class CapturedStep:
     def _body(
         self, first: bool, last: bool, keeps: bool, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor | None, tuple[bool, ...] | None]:
-        """What is captured."""
+        """Return what is captured."""
         capturing = self._calls.capturing
         if keeps:
             self._gradients.start(key, capturing=capturing)
@@ -364,7 +372,7 @@ class CapturedStep:
         return loss.detach(), norm, found
 
     def _autocast(self) -> torch.dtype | None:
-        """The dtype of products: ours, or that of the caller's autocast."""
+        """Return the dtype of products: ours, or that of the caller's autocast."""
         device = runtime.DEVICE.type if self._device is None else self._device.type
         dtype = self.autocast
         if dtype is None and torch.is_autocast_enabled(device):
@@ -383,7 +391,7 @@ class CapturedStep:
         return torch.autocast(self._device.type, dtype, cache_enabled=False)
 
     def _clipped(self, clip: float) -> torch.Tensor:
-        """Clips as ``torch.nn.utils.clip_grad_norm_`` does, sparse gradients too; returns the norm before."""
+        """Clip as ``torch.nn.utils.clip_grad_norm_`` does, sparse gradients too; return the norm before."""
         grads = []
         for group in self.optimizer.param_groups:
             for p in group["params"]:

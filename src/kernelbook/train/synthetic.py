@@ -107,7 +107,7 @@ class PlantedTeacher:
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """How good a choice of chunks was.
+    """The quality of a choice of chunks.
 
     Attributes:
         precision: the share of the chosen chunks that are among the wanted ones.
@@ -132,7 +132,7 @@ def score_chunks(ids: torch.Tensor, norms: torch.Tensor, wanted: int | None = No
 def score_scheduler(
     teacher: PlantedTeacher, scheduler: Scheduler, steps: int, *, lr: float = 0.1
 ) -> Iterator[dict[str, Any]]:
-    """Trains the student on the scheduler's chunks by plain gradient steps, and scores each choice.
+    """Train the student on the scheduler's chunks by plain gradient steps, and score each choice.
 
     The first step is dense, so that every scheduler has seen each chunk once. Yields for each later step ``step``, and
     precision, recall and energy against the true gradient of that step; wanted are the planted chunks' number.

@@ -6,11 +6,9 @@ rare words with subword units", 2016), found on the corpus itself, in a ``tiktok
 """
 
 import base64
-import collections
 import dataclasses
 import hashlib
-import heapq
-import itertools
+import importlib
 import os
 import sysconfig
 from collections.abc import Iterable, Sequence
@@ -74,7 +72,7 @@ class Corpus:
 
     @property
     def bytes(self) -> int:
-        """The size in UTF-8."""
+        """Return the size in UTF-8."""
         return sum(len(text.encode()) for _, text in self.documents)
 
     def split(self) -> tuple["Corpus", "Corpus"]:
@@ -116,7 +114,7 @@ def _sources() -> Iterable[tuple[str, str]]:
 
 
 def _sections(name: str, text: str) -> list[tuple[str, str]]:
-    """One file as documents: runs of paragraphs of about a twentieth of it, since a split needs something to part."""
+    """Return one file as documents: runs of paragraphs of about a twentieth of it, since a split needs something to part."""
     paragraphs = text.split("\n\n")
     if len(paragraphs) < 2:
         raise ValueError(f"Corpus: text must have at least two paragraphs (with an empty line between), got {name}")
@@ -136,10 +134,9 @@ def _sections(name: str, text: str) -> list[tuple[str, str]]:
 
 
 def train_ranks(texts: Iterable[str], size: int, pattern: str = PATTERN) -> dict[bytes, int]:
-    """The 256 bytes, and then the pairs that come most often, each with those before it merged.
+    """Return the 256 bytes, and then the pairs that come most often, each with those before it merged.
 
-    The counts of all pairs are kept, and changed only in the words that a merge touches; of equally frequent pairs the
-    first in byte order is taken.
+    The ``tokenizers`` package counts; of equally frequent pairs it takes the one whose parts it knew first.
 
     Args:
         texts: the corpus. size: how many tokens, at least 256. pattern: cuts a text into words; pairs never cross them.
@@ -151,82 +148,41 @@ def train_ranks(texts: Iterable[str], size: int, pattern: str = PATTERN) -> dict
     """
     if size < 256:
         raise ValueError(f"train_ranks: size must be at least 256, got {size}")
-    import regex
-
-    cut = regex.compile(pattern)
-    found: collections.Counter[str] = collections.Counter()
-    for text in texts:
-        found.update(cut.findall(text))
-    words = [[bytes([b]) for b in word.encode()] for word in found]
-    frequency = list(found.values())
-    counts: collections.Counter[tuple[bytes, bytes]] = collections.Counter()
-    where: dict[tuple[bytes, bytes], set[int]] = collections.defaultdict(set)
-    for i, word in enumerate(words):
-        for pair in itertools.pairwise(word):
-            counts[pair] += frequency[i]
-            where[pair].add(i)
-    ranks = {bytes([b]): b for b in range(256)}
-    # Entries go stale when a count changes; a fresh one is pushed then, and stale ones are dropped when they come up.
-    heap = [(-count, pair) for pair, count in counts.items()]
-    heapq.heapify(heap)
-    while len(ranks) < size and heap:
-        negative, pair = heapq.heappop(heap)
-        if counts[pair] != -negative or negative == 0:
-            continue
-        merged = pair[0] + pair[1]
-        ranks.setdefault(merged, len(ranks))
-        changed = set()
-        for i in where.pop(pair):
-            old = words[i]
-            new = _merge(old, pair, merged)
-            if len(new) == len(old):
-                continue
-            for before in itertools.pairwise(old):
-                counts[before] -= frequency[i]
-                changed.add(before)
-            for after in itertools.pairwise(new):
-                counts[after] += frequency[i]
-                where[after].add(i)
-                changed.add(after)
-            words[i] = new
-        for pair_changed in changed:
-            if counts[pair_changed] > 0:
-                heapq.heappush(heap, (-counts[pair_changed], pair_changed))
-    return ranks
+    tokenizers = _package("tokenizers")
+    cut = tokenizers.pre_tokenizers
+    by_byte = cut.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = cut.Sequence([cut.Split(tokenizers.Regex(pattern), "isolated"), by_byte])
+    alphabet = by_byte.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    # Byte level: a printable character of Latin-1 stands for its own byte, those from 256 on for the other bytes in order.
+    others = iter(sorted(set(range(256)) - {ord(character) for character in alphabet}))
+    byte_of = {c: ord(c) if ord(c) < 256 else next(others) for c in sorted(alphabet)}
+    vocabulary = tokenizer.get_vocab()
+    tokens = (bytes(byte_of[c] for c in token) for token in sorted(vocabulary, key=vocabulary.__getitem__))
+    pairs = (token for token in tokens if len(token) > 1)
+    return {token: rank for rank, token in enumerate([*(bytes([b]) for b in range(256)), *pairs])}
 
 
-def _merge(word: list[bytes], pair: tuple[bytes, bytes], merged: bytes) -> list[bytes]:
-    new, i = [], 0
-    while i < len(word):
-        if i + 1 < len(word) and word[i] == pair[0] and word[i + 1] == pair[1]:
-            new.append(merged)
-            i += 2
-        else:
-            new.append(word[i])
-            i += 1
-    return new
-
-
-def _tiktoken() -> Any:
+def _package(name: str) -> Any:
     try:
-        import tiktoken
+        return importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "tiktoken, which holds encodings of text, must be installed: pip install 'kernelbook[train]'",
-            name=error.name,
+            f"{name}, which encodings of text need, must be installed: pip install 'kernelbook[train]'", name=error.name
         ) from None
-    return tiktoken
 
 
 def book_encoding(corpus: Corpus, vocab_size: int) -> Any:
-    """A ``tiktoken.Encoding`` of ``vocab_size`` tokens trained on ``corpus``, the last one :data:`END`; kept on disk.
+    """Return a ``tiktoken.Encoding`` of ``vocab_size`` tokens trained on ``corpus``, the last one :data:`END`; kept on disk.
 
     Raises ``ValueError`` for less than 257 tokens.
     """
-    tiktoken = _tiktoken()
+    tiktoken = _package("tiktoken")
     if vocab_size < 257:
         raise ValueError(f"book_encoding: vocab_size must be at least 257 (all bytes and {END}), got {vocab_size}")
-    name = f"book-{hashlib.sha256(PATTERN.encode()).hexdigest()[:4]}-{corpus.digest}-{vocab_size}"
+    name = f"book-bpe-{hashlib.sha256(PATTERN.encode()).hexdigest()[:4]}-{corpus.digest}-{vocab_size}"
     path = runtime.cache_dir() / "text" / f"{name}.tiktoken"
 
     def read(path: Path) -> dict[bytes, int]:
@@ -252,7 +208,7 @@ def get_encoding(name: str, corpus: Corpus, vocab_size: int) -> Any:
         ValueError: tiktoken has no encoding of that name.
         RuntimeError: tiktoken has it neither cached nor could download it.
     """
-    tiktoken = _tiktoken()
+    tiktoken = _package("tiktoken")
     if name == "book":
         return book_encoding(corpus, vocab_size)
     if name not in tiktoken.list_encoding_names():

@@ -186,7 +186,7 @@ def _puts(sizes: Sizes) -> Iterator[Row]:
         tokens = max(int(mib * 2**20) // (2 * hidden * ranks), 1)
         x = torch.zeros(tokens, hidden, dtype=torch.bfloat16, device=runtime.DEVICE)
         ids = torch.arange(ranks, dtype=torch.int32, device=runtime.DEVICE).expand(tokens, ranks)
-        way = windows._Way(found_windows, ids, ranks, 1)
+        way = windows._WindowDispatchPlan(found_windows, ids, ranks, 1)
         layout = way.layout(x, x[:, :0])
         way.places = ids * tokens + torch.arange(tokens, dtype=torch.int32, device=runtime.DEVICE)[:, None]
 

@@ -210,7 +210,9 @@ def _draw_mxfp4(experts: Any, name: str, deviation: float, dtype: torch.dtype, g
     # Sixteen equally frequent values have a standard deviation of 2.93.
     exponent = 127 + round(math.log2(deviation / 2.93))
     scales = torch.full((e, n, k // 32), exponent, dtype=torch.uint8, device=runtime.DEVICE)
-    store_parameter(experts, name, fp4_tensor(blocks, scales, dtype=dtype, in_place=True), turned=experts.is_transposed)
+    store_parameter(
+        experts, name, fp4_tensor(blocks, scales, dtype=dtype, in_place=True), transposed=experts.is_transposed
+    )
 
 
 def _quantize_linears(model: Any) -> None:

@@ -1,18 +1,15 @@
-"""The resource model that rules ask: shared memory and registers of a program.
+"""The resource model of "Choosing tiles": shared memory and registers of a program that multiplies matrices.
 
-A room decides in functions of its ``kernels.py`` how a problem is cut: tiles, warps, stages, strategy. Each is a rule, a few
-lines with a reason, from sizes and the GPU's properties. Who wants warps and stages searched for sets ``KERNELBOOK_AUTOTUNE=1``
-(:func:`kernelbook.launch.launcher`).
+The rules beside the kernels are what such models and measurements have shown, in a few lines each.
 """
 
 import dataclasses
 import math
 from collections.abc import Sequence
 
-from kernelbook import runtime  # before Triton, which it sets up
-
-# isort: split
 import triton
+
+from kernelbook import runtime
 
 __all__ = [
     "MAX_REGISTERS",
@@ -21,7 +18,6 @@ __all__ = [
     "fits",
     "matmul_resources",
     "tensor_core",
-    "tile_resources",
 ]
 
 MAX_REGISTERS = 255  # per thread, on every NVIDIA GPU of the last ten years
@@ -50,30 +46,6 @@ class Resources:
 
     shared_bytes: int
     registers_per_thread: float
-
-
-def tile_resources(
-    config: triton.Config,
-    *,
-    staged: Sequence[tuple[int, int]] = (),
-    held: Sequence[tuple[int, int]] = (),
-    scratch_bytes: int = 0,
-    warp_size: int = 32,
-) -> Resources:
-    """The resource model.
-
-    Args:
-        config: its ``num_warps`` and ``num_stages`` enter.
-        staged: (elements, bytes an element) of each tile that the software pipeline keeps in shared memory; there are
-            ``num_stages`` copies of it.
-        held: (elements, bytes an element) of each tile that lives in registers at the same time. It is spread over all
-            threads of the program: elements / (32 x num_warps) in each, not elements / 32.
-        scratch_bytes: shared memory beside the pipeline, for reductions and layout changes.
-    """
-    threads = warp_size * config.num_warps
-    shared = sum(elements * size for elements, size in staged) * max(config.num_stages, 1) + scratch_bytes
-    registers = sum(elements * size / 4 for elements, size in held) / threads
-    return Resources(shared, BOOKKEEPING_REGISTERS + registers)
 
 
 def tensor_core(rows: int, num_warps: int, properties: runtime.DeviceProperties) -> str:
