@@ -85,6 +85,8 @@ def test_warps_have_met_before_one_of_them_arrives(kernels: list[tuple[str, str]
 
 def test_a_missing_barrier_would_be_seen(kernels: list[tuple[str, str]]) -> None:
     blind = {name for name, ptx in kernels if unmet(re.sub(r"\bbar\.sync", "pass", ptx)) == 0}
-    assert not any(name.endswith("bwd_hopper_kernel") for name in blind), blind  # the others leave nothing for each other but by TMA
+    assert not any(name.endswith("bwd_hopper_kernel") for name in blind), (
+        blind
+    )  # the others leave nothing for each other but by TMA
     ptx = ".loc 1 7\nst.shared.b32 [a], b;\nbarrier.sync \t1;\n.loc 1 8\nld.shared.b32 c, [a];\n.loc 1 7\nld.shared.b32 c, [a];"
     assert handshakes(ptx, 7) == ["st", "barrier", "ld"]

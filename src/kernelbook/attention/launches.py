@@ -251,7 +251,7 @@ def hopper_tiles(kernel: Any, config: Any, p: Problem, grid: int, sizes: tuple[i
         vectors = block(blocks["BLOCK_M"], layout=NVMMASharedLayout(0, 32, rank=1))
     else:
         queries, keys, vectors = own, block(1, 1, blocks["BLOCK_N"], width, layout=layout), None
-    rest = None
+    rest: tuple[Block | None, Block | None] | None = None
     if "REST" in blocks:
         rest = (None, None)
         if more := blocks["REST"]:
