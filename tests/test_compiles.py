@@ -224,7 +224,7 @@ for block_size in (32, 64, 4096):
 """,
     "scatter_ffn": """
 import torch, kernelbook as kb
-from kernelbook.lab.bench.scatter_ffn import fused_ffn
+from kernelbook.study import scatter_ffn_with_atomics
 def network(m, dtype, gated, requires_grad=False):
     shapes = ((m, 4096), *(((6000, 4096),) * (3 if gated else 2)))
     return (torch.empty(s, dtype=dtype, requires_grad=requires_grad) for s in shapes)
@@ -245,7 +245,7 @@ for dtype in (torch.float32, torch.float64):
 x, w_up, _ = network(1, torch.float16, False)
 kb.gather_matmul(x[:, 1:4000], w_up[:, 1:4000], torch.arange(30))  # rows that are not aligned
 for block_l in (16, 128):
-    fused_ffn(*network(16, torch.bfloat16, False), torch.arange(30), block_l=block_l)
+    scatter_ffn_with_atomics(*network(16, torch.bfloat16, False), torch.arange(30), block_l=block_l)
 """,
     "nn": """
 import torch, kernelbook
@@ -512,7 +512,7 @@ SPILLS_ALLOWED = {
                 "_flash_attention_bwd_dq_kernel",
                 "_layer_norm_bwd_partials_kernel",
                 "_moe_lora_fwd_rows_kernel",
-                "_moe_lora_bwd_factors_kernel",
+                "_moe_lora_bwd_wgrad_kernel",
                 "_nf4_matmul_fwd_kernel",
                 "_scatter_ffn_fwd_down_tiles_kernel",
                 "_sparse_linear_bwd_tiles_kernel",
@@ -560,12 +560,12 @@ SPILLS_ALLOWED = {
     **dict.fromkeys(
         (
             ("_flash_attention_bwd_dq_kernel", "sm_120"),
-            ("_moe_lora_bwd_factors_kernel", "sm_86"),
-            ("_moe_lora_bwd_factors_kernel", "sm_89"),
-            ("_moe_lora_bwd_factors_kernel", "sm_120"),
+            ("_moe_lora_bwd_wgrad_kernel", "sm_86"),
+            ("_moe_lora_bwd_wgrad_kernel", "sm_89"),
+            ("_moe_lora_bwd_wgrad_kernel", "sm_120"),
             ("_moe_lora_bwd_recompute_kernel", "sm_120"),
             ("_moe_lora_bwd_recompute_kernel", "sm_121"),
-            ("_moe_lora_bwd_factors_kernel", "sm_121"),
+            ("_moe_lora_bwd_wgrad_kernel", "sm_121"),
             ("_flash_attention_bwd_dq_kernel", "sm_121"),
             ("_route_fwd_place_kernel", "sm_121"),
             ("_scatter_ffn_fwd_down_tiles_kernel", "sm_121"),

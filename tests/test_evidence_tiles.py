@@ -348,7 +348,6 @@ def _small_moe_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
             4,
             1,
             BLOCK_M=16,
-            GROUP=2,
             SMALL_M=16,
             **dict.fromkeys(("BLOCK_N", "BLOCK_K"), 32 if access == "packed" else 16),
         ),

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 import ranks_in_one_process as ranks
 from common import command_line, forked, keep, watching_launches
 
-from kernelbook import nn, runtime, train
+from kernelbook import nn, runtime, study, train
 from kernelbook.attention import op as attention_op
 from kernelbook.distributed import exchange
 from kernelbook.interop import rotary
@@ -61,7 +61,7 @@ def layer_norm() -> Calls:
         x, w, b, residual = (rand(*shape, dtype=dtype) for shape in ((m, n), (n,), (n,), (m, n)))
         yield f"layer_norm {m}x{n}", with_gradients(kb.layer_norm, x, w, b)
         yield f"rms_norm {m}x{n}", with_gradients(kb.rms_norm, x, w, residual=residual)
-    locks = partial(kb.layer_norm, backward="locks")
+    locks = study.layer_norm_with_locks
     yield "layer_norm, locks (no promise)", with_gradients(locks, rand(200, 1000), rand(1000), rand(1000))
 
 
@@ -99,6 +99,8 @@ def scatter_ffn() -> Calls:
         yield name, with_gradients(function, x, up, down, **gate)
     rows = torch.arange(40, device=runtime.DEVICE)
     yield "gather_matmul 3 tokens", partial(kb.gather_matmul, rand(3, 256), rand(500, 256), rows, activation="gelu")
+    atomics = partial(study.scatter_ffn_with_atomics, neurons=rows)
+    yield "scatter_ffn, atomics (no promise)", with_gradients(atomics, rand(20, 256), rand(500, 256), rand(500, 256))
 
 
 def nf4() -> Calls:

@@ -44,8 +44,6 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 # Calls that keep threads, warps or kernels in order.
 # Functions that only ask a cache for what will be read: no result can depend on them.
 HINTS = ("_prefetch", "_prefetch_tiles")
-# No public function launches them: a bench does, which compares with what others do and checks the result itself.
-MEASURED_ONLY = ("_scatter_ffn_fwd_fused_kernel",)
 ORDER = ("debug_barrier", "gdc_wait", "fence_async_shared", "wait", "arrive", "store_wait", "barrier", "thread_barrier")
 
 
@@ -312,7 +310,7 @@ def faults_of(room: str, file: str, source: bytes | None = None) -> list[Fault]:
         if not is_kernel(function):
             continue
         assert isinstance(function, ast.FunctionDef)
-        if function.name in (*HINTS, *MEASURED_ONLY):
+        if function.name in HINTS:
             continue
         numbered = _numbering(function)
         for kind, statement, old, new in _of_function(function):

@@ -37,7 +37,7 @@ import torch.nn.functional as F  # noqa: E402, N812
 from common import command_line, forked, keep, together  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from kernelbook import check, nn, runtime  # noqa: E402
+from kernelbook import check, nn, runtime, study  # noqa: E402
 from kernelbook.attention import flash_attention_reference, paged_attention_reference  # noqa: E402
 from kernelbook.attention.reference import _seen, append_to_pages_reference  # noqa: E402
 from kernelbook.lab import watched_memory  # noqa: E402
@@ -131,14 +131,14 @@ def ids(count: int, below: int) -> torch.Tensor:
 
 @target(
     m=sizes(257, zero=True), n=sizes(4096), weight=st.booleans(), bias=st.booleans(), shift=st.sampled_from((0.0, 100.0)),
-    backward=st.sampled_from(("partials", "locks")), eps=st.sampled_from((1e-5, 1e-3)),
+    locks=st.booleans(), eps=st.sampled_from((1e-5, 1e-3)),
 )  # fmt: skip
 def layer_norm(d: Drawn) -> Verdicts:
     # Rows of equal numbers have no deviations: float64 gives a rounding error, and not the truth.
     scale = max(d.scale, 1.0) if d.shift else d.scale
     inputs = {"x": d.rand(d.m, d.n, scale=scale, shift=d.shift), **d.optional(weight=(d.n,), bias=(d.n,))}
     return d.compared(
-        functools.partial(kb.layer_norm, backward=d.backward), layer_norm_reference, inputs, {"eps": d.eps},
+        study.layer_norm_with_locks if d.locks else kb.layer_norm, layer_norm_reference, inputs, {"eps": d.eps},
         baseline=lambda x, weight=None, bias=None: F.layer_norm(x, (d.n,), weight, bias, d.eps),
     )  # fmt: skip
 

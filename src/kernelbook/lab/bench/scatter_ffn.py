@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kernelbook import check, runtime
+from kernelbook import check, runtime, study
 from kernelbook.lab import floor, record, timing
 from kernelbook.lab.bench import Bench
 from kernelbook.lab.models import MODELS
-from kernelbook.launch import cdiv, launcher
-from kernelbook.memory import accumulator, tl_accumulator
-from kernelbook.scatter_ffn import kernels, op
+from kernelbook.scatter_ffn import op
 from kernelbook.scatter_ffn.reference import dense_ffn, gather_matmul_reference, scatter_ffn_reference
-from kernelbook.tensors import precision
+from kernelbook.study.scatter_ffn import launch_fused
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -29,7 +27,6 @@ __all__ = [
     "cases",
     "extras",
     "ffn_case",
-    "fused_ffn",
     "host_calls",
     "small_checks",
 ]
@@ -115,7 +112,7 @@ def _forward(shape: Shape, m: int, fraction: float, run: int = 0) -> timing.Prob
         "kernelbook": lambda: [op.scatter_ffn(**network, neurons=neurons, **how)],
     }
     if not run and not shape.gated and m <= 128:
-        calls["kernelbook:fused"] = lambda: [fused_ffn(**network, neurons=neurons, **how)]
+        calls["kernelbook:fused"] = lambda: [study.scatter_ffn_with_atomics(**network, neurons=neurons, **how)]
     if not run and not shape.gated and fraction <= 0.5 and m <= 128:
         calls["kernelbook:columns"] = lambda: [op.scatter_ffn(**by_column, neurons=neurons, **how)]
 
@@ -289,32 +286,8 @@ def models() -> Iterator[timing.Case]:
             yield ffn_case(Shape(k, n, True, "silu"), m, 0.1)
 
 
-def fused_ffn(
-    x: torch.Tensor, w_up: torch.Tensor, w_down: torch.Tensor, neurons: torch.Tensor, *, activation: str = "relu",
-    block_l: int = 32, add: bool = True,
-) -> torch.Tensor:  # fmt: skip
-    """What ``scatter_ffn`` computes, in one kernel that adds into its result atomically: for comparison.
-
-    Its sums depend on the order in which programs come, so its bits do. It needs zeros to begin with and one more pass that
-    rounds. Not differentiable. x (M, K), w_up (N, K), w_down (N, K_out), neurons (L,) -> (M, K_out) in the dtype of ``x``.
-
-    Args:
-        block_l: neurons of one program, a power of two of at least 16.
-        add: ``False`` stores without adding: a wrong result, to measure what the additions cost.
-    """
-    (m, k), k_out, count = x.shape, w_down.shape[1], neurons.shape[0]
-    config, acc = kernels.fused_config(block_l), accumulator(x.dtype)
-    total = x.new_zeros((m, k_out), dtype=acc)
-    if total.numel() and count:
-        launch = launcher(
-            kernels._scatter_ffn_fwd_fused_kernel,
-            ACTIVATION=activation, ADD=add, ACC=tl_accumulator(acc), PRECISION=precision(x.dtype),
-            **config.kwargs, num_warps=config.num_warps, num_stages=config.num_stages,
-        )  # fmt: skip
-        operands = (neurons.contiguous(), x, *x.stride(), w_up, *w_up.stride(), w_down, *w_down.stride(), total)
-        grid = (cdiv(count, block_l), cdiv(m, config.kwargs["BLOCK_M"]))
-        launch(grid, *operands, m, w_up.shape[0], k, k_out, count)
-    return total.to(x.dtype)
+def _fused(**how: Any) -> torch.Tensor:
+    return launch_fused(**how).to(torch.bfloat16)
 
 
 def atomics_experiment() -> pd.DataFrame:
@@ -330,10 +303,13 @@ def atomics_experiment() -> pd.DataFrame:
             exact = scatter_ffn_reference(**_wide(network), neurons=neurons)
             baseline = scatter_ffn_reference(**network, neurons=neurons)
             for block_l in (16, 32, 64, 128):
-                fused = functools.partial(fused_ffn, **network, neurons=neurons, block_l=block_l)
-                check.compare("fused", fused(), exact, baseline).require()
+                how: dict[str, Any] = {"neurons": neurons, "activation": "relu", "block_l": block_l}
+                ours = study.scatter_ffn_with_atomics(**network, **how)
+                check.compare("fused", ours, exact, baseline).require()
                 for variant in ("add", "store"):
-                    time = timing.measure(functools.partial(fused, add=variant == "add"), rep_ms=20.0)
+                    time = timing.measure(
+                        functools.partial(_fused, **network, **how, add=variant == "add"), rep_ms=20.0
+                    )
                     rows.append(
                         {
                             "run": run,
@@ -406,7 +382,7 @@ def host_calls() -> dict[str, Callable[[], object]]:
 BENCH = Bench(
     name="scatter_ffn",
     sources=SOURCES,
-    library=("kernelbook.scatter_ffn.op",),
+    library=("kernelbook.scatter_ffn.op", "kernelbook.study.scatter_ffn"),
     baselines={"dense": "torch", "gather": "torch"},
     cases=cases,
     models=models,
