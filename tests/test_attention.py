@@ -822,7 +822,7 @@ def test_tiles_for_hopper_follow_the_length() -> None:
     hopper = pytest.importorskip("kernelbook.attention.kernels_hopper")
     with runtime.compiling_for("sm_90") as properties:
         lengths = 1000, 1024, 2048, 2049, 8192, 8193
-        for causal, groups in ((True, [None, 2, 2, None, None, 3]), (False, [None, 2, 3, 3, 3, 3])):
+        for causal, groups in ((True, [None, 2, 2, 2, 2, 3]), (False, [None, 2, 3, 3, 3, 3])):
             found = [hopper.config("fwd", 64, 2, s, causal, properties) for s in lengths]
             assert [config and config.kwargs["WARPGROUPS"] for config in found] == groups
         assert hopper.config("fwd", 64, 4, 9000, True, properties) is None  # float32

@@ -274,8 +274,7 @@ def test_attention(problem: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) ->
     d, causal, b, h, h_kv, n, s, (rows, block_n, warpgroups, stages, overlap) = problem
     width = triton.next_power_of_2(d)
     blocks = {"BLOCK_D": width, "ROWS": rows, "STAGES": stages}
-    forward = blocks | {"BLOCK_N": block_n, "WARPGROUPS": warpgroups, "OVERLAP": overlap, "POLY": 0, "REST": 0}
-    forward |= {"TURNS": n % 20 > 0, "LATE": n % 20 == 0}
+    forward = blocks | {"BLOCK_N": block_n, "WARPGROUPS": warpgroups, "OVERLAP": overlap, "REST": 0}
     configs = {
         "fwd": forward | ({"BLOCK_D": 64, "REST": d - 64} if 64 < d < 128 else {}),
         "dkdv": blocks | {"BLOCK_M": 16, "DQ": "no", "DS_STAGES": 0},
@@ -292,8 +291,8 @@ def test_attention(problem: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) ->
         return triton.Config(configs[kernel], num_warps=4)
 
     def grid(num_blocks: int, heads: int, width: int, causal: bool, num_sms: int) -> tuple[int, int]:
-        paired = 1 + num_blocks % 2 if causal else 0
-        return min(3, num_blocks * heads // (1 + paired % 2)), paired  # programs that stay for several blocks
+        order = 1 + num_blocks % 2 if causal else 0
+        return min(3, num_blocks * heads // (1 + order % 2)), order  # programs that stay for several blocks
 
     monkeypatch.setattr(hopper, "config", config)
     monkeypatch.setattr(hopper, "forward_grid", grid)

@@ -12,8 +12,9 @@ then the producer loads the next block's tiles while the consumers finish this o
               ``DQ`` says who computes dq: see "dq with dk and dv" below
     dq        a consumer owns 64 queries; where the kernel above leaves dq to it
 
-The sides of a tile are powers of two, in shared memory too (Triton's layouts know no others), so that heads of 80 and 96 numbers
-are computed as heads of 128. Descriptors pad them with zeros, which are not read from memory.
+The sides of a tile are powers of two, in shared memory too (Triton's layouts know no others). The forward pass computes heads of
+65 to 96 numbers as 64 and 16 or 32 more (``REST``), with two products for one; the backward pass as heads of 128. Descriptors
+pad with zeros, which are not read from memory.
 
 Not handled here: dtypes of other than 16 bits, tensors that descriptors cannot read, and what ``config`` leaves to the
 plain kernels.
@@ -37,6 +38,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 ROWS = 64  # of one warpgroup
+# In which order a program of the forward pass takes blocks of queries.
+LONG_FIRST, PAIRS, SNAKES = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 _place = gluon.jit(kernels._place.fn)
 
 
@@ -131,7 +134,7 @@ class Queries(NamedTuple):
     N: Any
     S: Any
     section: Any
-    paired: Any
+    order: Any
     rounds: Any  # so many blocks, one after the other
 
 
@@ -145,21 +148,20 @@ class Rest(NamedTuple):
 
 
 @gluon.jit
-def _turned(round, paired):
-    """This program's place in a round: with 2 every second one runs backwards."""
-    return gl.where((paired == 2) & (round % 2 == 1), gl.num_programs(0) - 1 - gl.program_id(0), gl.program_id(0))
+def _turned(round, order):
+    """This program's place in a round: in SNAKES every second one runs backwards."""
+    return gl.where((order == SNAKES) & (round % 2 == 1), gl.num_programs(0) - 1 - gl.program_id(0), gl.program_id(0))
 
 
 @gluon.jit
 def _block(round, p, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
     """-> head, its first query, tiles of keys to visit, how many of these to mask, from the last on.
 
-    Paired: 1: two rounds take a block and its mirror image, so that causal programs are equally long. 2: rounds take blocks, the
-    long ones first, from the first program to the last one and back again.
+    See ``forward_grid`` for orders. In PAIRS two rounds take a block and its mirror image.
     """
     num_blocks = gl.cdiv(p.N, BLOCK_M)
-    pairs = p.paired % 2
-    unit = round // (1 + pairs) * gl.num_programs(0) + _turned(round, p.paired)
+    pairs = (p.order == PAIRS).to(gl.int32)
+    unit = round // (1 + pairs) * gl.num_programs(0) + _turned(round, p.order)
     block, head = _place(unit, num_blocks // (1 + pairs), p.B * p.H, p.section, CAUSAL)
     if CAUSAL:
         block = gl.where(pairs * (1 - round % 2) == 1, num_blocks - 1 - block, block)
@@ -217,56 +219,14 @@ def _rescaled(l, alpha):
     return l * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout)), 1)
 
 
-def _exponentials(pack: int) -> str:
-    """PTX for exp2 of so many numbers, of which the last one does without the special function unit."""
-    special = "".join(f"ex2.approx.ftz.f32 ${i}, ${pack + i};\n" for i in range(pack - 1))
-    return f"""{{
-    .reg .f32 x, whole, rest, y;
-    .reg .b32 bits, low;
-    {special}
-    max.NaN.f32 x, ${2 * pack - 1}, 0fC2FC0000;
-    add.rn.f32 whole, x, 0f4B400000;
-    sub.rn.f32 rest, whole, 0f4B400000;
-    sub.rn.f32 rest, x, rest;
-    fma.rn.f32 y, rest, 0f3C1CCBEA, 0f3D650A20;
-    fma.rn.f32 y, y, rest, 0f3E76036D;
-    fma.rn.f32 y, y, rest, 0f3F31706E;
-    fma.rn.f32 y, y, rest, 0f3F7FFFF4;
-    mov.b32 bits, whole;
-    mov.b32 low, y;
-    shl.b32 bits, bits, 23;
-    add.s32 bits, bits, low;
-    mov.b32 ${pack - 1}, bits;
-}}"""
-
-
-# -126; 1.5 * 2^23, which rounds to a whole number; a polynomial of 2^rest for -0.5 to 0.5 (an error of 3e-6).
-EXP_OF_4 = gl.constexpr(_exponentials(4))
-EXP_OF_8 = gl.constexpr(_exponentials(8))
-FOUR = gl.constexpr("=f,=f,=f,=f,f,f,f,f")
-EIGHT = gl.constexpr("=f,=f,=f,=f,=f,=f,=f,=f,f,f,f,f,f,f,f,f")
-
-
 @gluon.jit
-def _exp2(x, POLY: gl.constexpr):
-    """exp2, of one number in POLY (0: none) by a polynomial: the special function units are as busy as the tensor cores."""
-    if POLY == 0:
-        y = gl.exp2(x)
-    elif POLY == 4:
-        y = gl.inline_asm_elementwise(EXP_OF_4, FOUR, [x], dtype=gl.float32, is_pure=True, pack=4)
-    else:
-        y = gl.inline_asm_elementwise(EXP_OF_8, EIGHT, [x], dtype=gl.float32, is_pure=True, pack=8)
-    return y
-
-
-@gluon.jit
-def _softmax(scores, m, scale, MASKED: gl.constexpr, POLY: gl.constexpr):
+def _softmax(scores, m, scale, MASKED: gl.constexpr):
     """-> p, sums of p, m, alpha: by what earlier sums are scaled down. MASKED: a row may see nothing."""
     m_new = gl.maximum(m, gl.max(scores, axis=1) * scale)
     shift = m_new
     if MASKED:
         shift = gl.where(m_new == float("-inf"), 0.0, m_new)
-    p = _exp2(scores * scale - gl.expand_dims(shift, 1), 0 if MASKED else POLY)
+    p = gl.exp2(scores * scale - gl.expand_dims(shift, 1))
     alpha = gl.exp2(m - shift)
     return p, _sums(p), m_new, alpha
 
@@ -292,7 +252,7 @@ def _scores(q, k, slot, rest, W: gl.constexpr, SCORES: gl.constexpr, REST: gl.co
 @gluon.jit
 def _step_alone(
     i, acc, l, m, q, k, v, before, start, rows, diagonal, S, scale,
-    MASKED: gl.constexpr, CAUSAL: gl.constexpr, SCORES: gl.constexpr, LEFT: gl.constexpr, POLY: gl.constexpr,
+    MASKED: gl.constexpr, CAUSAL: gl.constexpr, SCORES: gl.constexpr, LEFT: gl.constexpr,
 ):  # fmt: skip
     """Scores, softmax and product with the values of tile i, one after the other: other warpgroups fill the gaps."""
     slot = _await(k, before + i)
@@ -301,7 +261,7 @@ def _step_alone(
     mbarrier.arrive(k.free.index(slot))
     if MASKED:
         scores = gl.where(_seen(start, rows, diagonal, S, CAUSAL, SCORES), scores, float("-inf"))
-    p, sums, m, alpha = _softmax(scores, m, scale, MASKED, POLY)
+    p, sums, m, alpha = _softmax(scores, m, scale, MASKED)
     l = _rescaled(l, alpha) + sums
     left = gl.convert_layout(p.to(q.dtype), LEFT)
     acc = _rescaled(acc, alpha)
@@ -314,44 +274,35 @@ def _step_alone(
 
 @gluon.jit
 def _step(
-    i, acc, more, l, m, left, q, q_full, round, k, v, rest, turn, before, turns, start, rows, diagonal, S, scale, W: gl.constexpr,
-    MASKED: gl.constexpr, CAUSAL: gl.constexpr, SCORES: gl.constexpr, LEFT: gl.constexpr, POLY: gl.constexpr, REST: gl.constexpr,
-    TURNS: gl.constexpr, LATE: gl.constexpr,
+    i, acc, more, l, m, left, q, k, v, rest, turn, before, turns, start, rows, diagonal, S, scale, W: gl.constexpr,
+    MASKED: gl.constexpr, CAUSAL: gl.constexpr, SCORES: gl.constexpr, LEFT: gl.constexpr, REST: gl.constexpr,
 ):  # fmt: skip
     """The scores and softmax of tile i; the product of ``left``, tile i - 1's weights, with its values."""
     slot = _await(k, before + i)
-    if TURNS:
-        # The first one's first turn has no one before it.
-        mbarrier.wait(turn.index(W), ((turns + i) & 1) ^ (W != 0))
+    # The first one's first turn has no one before it.
+    mbarrier.wait(turn.index(W), ((turns + i) & 1) ^ (W != 0))
     scores = _scores(q, k, slot, rest, W, SCORES, REST)
     slot_v = _await(v, before + i - 1)
     out = warpgroup_mma(left, v.tiles.index(slot_v), acc, is_async=True)
     if REST:
         more = warpgroup_mma(left, rest.v.index(slot_v), more, is_async=True)
-    if TURNS:
-        mbarrier.arrive(turn.index((W + 1) % turn.shape[0]))
+    mbarrier.arrive(turn.index((W + 1) % turn.shape[0]))
     PRODUCTS: gl.constexpr = 2 if REST else 1  # with the values
     scores = warpgroup_mma_wait(PRODUCTS, deps=[scores])
-    if not LATE:  # each arrival has the warps of a warpgroup meet
-        mbarrier.arrive(k.free.index(slot))
+    mbarrier.arrive(k.free.index(slot))
     if MASKED:
         scores = gl.where(_seen(start, rows, diagonal, S, CAUSAL, SCORES), scores, float("-inf"))
-    p, sums, m, alpha = _softmax(scores, m, scale, MASKED, POLY)
+    p, sums, m, alpha = _softmax(scores, m, scale, MASKED)
     l = _rescaled(l, alpha) + sums
     # The compiler would take the exponentials after the product. It does not move them across a
     # branch: a wait for a barrier is one, also where it returns at once.
     weights = warpgroup_mma_wait(PRODUCTS, deps=[gl.convert_layout(p.to(q.dtype), LEFT)])
-    if LATE:  # one that nobody has waited for since the warps have met: before another they would meet again
-        mbarrier.wait(q_full, round & 1)
-    else:
-        slot_v = _await(v, before + i - 1)
+    slot_v = _await(v, before + i - 1)
     if REST:
         acc, more, left = warpgroup_mma_wait(0, deps=[out, more, left])
         more = _rescaled(more, alpha)
     else:
         acc, left = warpgroup_mma_wait(0, deps=[out, left])
-    if LATE:
-        mbarrier.arrive(k.free.index(slot))
     mbarrier.arrive(v.free.index(slot_v))
     return _rescaled(acc, alpha), more, l, m, weights
 
@@ -359,7 +310,7 @@ def _step(
 @gluon.jit
 def _consume(
     o, o_rest, lse_ptr, q_ring, k, v, o_tiles, rest, turn, p, scale, OVERLAP: gl.constexpr, CAUSAL: gl.constexpr, W: gl.constexpr,
-    POLY: gl.constexpr, REST: gl.constexpr, TURNS: gl.constexpr, LATE: gl.constexpr,
+    REST: gl.constexpr,
 ):  # fmt: skip
     WARPGROUPS: gl.constexpr = q_ring.tiles.shape[0]
     ROWS: gl.constexpr = q_ring.tiles.shape[1]
@@ -388,21 +339,21 @@ def _consume(
             scores = warpgroup_mma_wait(0, deps=[scores])
             mbarrier.arrive(k.free.index(slot))
             seen = _seen((count - 1) * BLOCK_N, rows, diagonal, p.S, CAUSAL, SCORES)
-            weights, l, m, _alpha = _softmax(gl.where(seen, scores, float("-inf")), m, scale, True, 0)
+            weights, l, m, _alpha = _softmax(gl.where(seen, scores, float("-inf")), m, scale, True)
             left = gl.convert_layout(weights.to(q.dtype), LEFT)
             turns = before - round  # each round's first tile had no turn
             if CAUSAL:  # else only the first tile is masked
                 for i in range(1, masked):
                     acc, more, l, m, left = _step(
-                        i, acc, more, l, m, left, q, q_ring.full.index(W), round, k, v, rest, turn, before, turns,
+                        i, acc, more, l, m, left, q, k, v, rest, turn, before, turns,
                         (count - 1 - i) * BLOCK_N, rows, diagonal, p.S, scale,
-                        W, True, CAUSAL, SCORES, LEFT, POLY, REST, TURNS, LATE,
+                        W, True, CAUSAL, SCORES, LEFT, REST,
                     )  # fmt: skip
             for i in range(masked, count):
                 acc, more, l, m, left = _step(
-                    i, acc, more, l, m, left, q, q_ring.full.index(W), round, k, v, rest, turn, before, turns,
+                    i, acc, more, l, m, left, q, k, v, rest, turn, before, turns,
                     (count - 1 - i) * BLOCK_N, rows, diagonal, p.S, scale,
-                    W, False, CAUSAL, SCORES, LEFT, POLY, REST, TURNS, LATE,
+                    W, False, CAUSAL, SCORES, LEFT, REST,
                 )  # fmt: skip
             if not SHARED:
                 mbarrier.arrive(q_ring.free.index(W))
@@ -419,12 +370,12 @@ def _consume(
             for i in range(masked):
                 acc, l, m = _step_alone(
                     i, acc, l, m, q, k, v, before, (count - 1 - i) * BLOCK_N, rows, diagonal, p.S, scale,
-                    True, CAUSAL, SCORES, LEFT, POLY,
+                    True, CAUSAL, SCORES, LEFT,
                 )  # fmt: skip
             for i in range(masked, count):
                 acc, l, m = _step_alone(
                     i, acc, l, m, q, k, v, before, (count - 1 - i) * BLOCK_N, rows, diagonal, p.S, scale,
-                    False, CAUSAL, SCORES, LEFT, POLY,
+                    False, CAUSAL, SCORES, LEFT,
                 )  # fmt: skip
             if not SHARED:
                 mbarrier.arrive(q_ring.free.index(W))
@@ -449,23 +400,23 @@ def _consume(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["B", "H", "N", "S", "section", "paired"])
+@gluon.jit(do_not_specialize=["B", "H", "N", "S", "section", "order"])
 def _flash_attention_fwd_hopper_kernel(
     q, k, v, o,  # tensor descriptors: (B, H, N, D), (B, H / GROUP, S, D) twice, (B, H, N, D)
     lse_ptr,  # (B, H, N), contiguous
-    B, H, N, S, section, paired,
+    B, H, N, S, section, order,
     scale,  # with log2(e)
     q_rest, k_rest, v_rest, o_rest,  # descriptors of the features from BLOCK_D on, if REST
     GROUP: gl.constexpr, CAUSAL: gl.constexpr,
-    WARPGROUPS: gl.constexpr, OVERLAP: gl.constexpr, POLY: gl.constexpr, STAGES: gl.constexpr,
-    ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, REST: gl.constexpr, TURNS: gl.constexpr, LATE: gl.constexpr,
+    WARPGROUPS: gl.constexpr, OVERLAP: gl.constexpr, STAGES: gl.constexpr,
+    ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, REST: gl.constexpr,
 ):  # fmt: skip
     width = gl.num_programs(0)
-    pairs = paired % 2
+    pairs = (order == PAIRS).to(gl.int32)
     units = gl.cdiv(N, WARPGROUPS * ROWS) * B * H // (1 + pairs)
     full = units // width
-    rounds = (full + (_turned(full, paired) < units % width).to(gl.int32)) * (1 + pairs)
-    p = Queries(B, H, N, S, section, paired, rounds)
+    rounds = (full + (_turned(full, order) < units % width).to(gl.int32)) * (1 + pairs)
+    p = Queries(B, H, N, S, section, order, rounds)
 
     dtype: gl.constexpr = q.dtype
     q_ring = Ring(_tiles(dtype, WARPGROUPS, ROWS, BLOCK_D), _barriers(WARPGROUPS, 1), _barriers(WARPGROUPS, 1))
@@ -487,11 +438,11 @@ def _flash_attention_fwd_hopper_kernel(
             [
                 (_consume, (
                     o, o_rest, lse_ptr, q_ring, k_ring, v_ring, o_tiles, rest, turn, p, scale,
-                    OVERLAP, CAUSAL, 0, POLY, REST, TURNS, LATE,
+                    OVERLAP, CAUSAL, 0, REST,
                 )),
                 (_consume, (
                     o, o_rest, lse_ptr, q_ring, k_ring, v_ring, o_tiles, rest, turn, p, scale,
-                    OVERLAP, CAUSAL, 1, POLY, REST, TURNS, LATE,
+                    OVERLAP, CAUSAL, 1, REST,
                 )),
                 (_produce, (q, k, v, q_rest, k_rest, v_rest, q_ring, k_ring, v_ring, rest, p, GROUP, CAUSAL, REST)),
             ],
@@ -503,15 +454,15 @@ def _flash_attention_fwd_hopper_kernel(
             [
                 (_consume, (
                     o, o_rest, lse_ptr, q_ring, k_ring, v_ring, o_tiles, rest, turn, p, scale,
-                    OVERLAP, CAUSAL, 0, POLY, REST, TURNS, LATE,
+                    OVERLAP, CAUSAL, 0, REST,
                 )),
                 (_consume, (
                     o, o_rest, lse_ptr, q_ring, k_ring, v_ring, o_tiles, rest, turn, p, scale,
-                    OVERLAP, CAUSAL, 1, POLY, REST, TURNS, LATE,
+                    OVERLAP, CAUSAL, 1, REST,
                 )),
                 (_consume, (
                     o, o_rest, lse_ptr, q_ring, k_ring, v_ring, o_tiles, rest, turn, p, scale,
-                    OVERLAP, CAUSAL, 2, POLY, REST, TURNS, LATE,
+                    OVERLAP, CAUSAL, 2, REST,
                 )),
                 (_produce, (q, k, v, q_rest, k_rest, v_rest, q_ring, k_ring, v_ring, rest, p, GROUP, CAUSAL, REST)),
             ],
@@ -656,9 +607,12 @@ def _bwd_step(
     if MASKED:  # beyond the last key they may be infinite, and zeros of keys times these nan
         p = gl.where(_seen_by(start, keys, diagonal, S, CAUSAL, SCORES), p, 0.0)
     left = gl.convert_layout(p.to(do.dtype), LEFT)
+    if DQ == "no":  # beside the exponentials, where there are registers for it
+        delta = t.delta.index(slot).load(gl.SliceLayout(0, SCORES))
     dv = warpgroup_mma(left, do, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[dp])
-    delta = t.delta.index(slot).load(gl.SliceLayout(0, SCORES))
+    if DQ != "no":
+        delta = t.delta.index(slot).load(gl.SliceLayout(0, SCORES))
     ds = (p * (dp - gl.expand_dims(delta, 0))).to(q.dtype)
     if DQ == "halves":
         _leave_ds(ds, i + 1, t.ds, W)
@@ -1200,31 +1154,17 @@ def _flash_attention_bwd_dq_hopper_kernel(
 
 # From how many keys on, which tiles; with fewer keys, and with None, the plain kernel is faster. Three warpgroups have no
 # registers for the overlap, and at 64 features gain more from one another, but end later than two.
-TWO = {
-    "BLOCK_N": 128,
-    "WARPGROUPS": 2,
-    "STAGES": 2,
-    "OVERLAP": True,
-    "POLY": 0,
-    "REST": 0,
-    "TURNS": True,
-    "LATE": False,
-}
-THREE = {
-    "BLOCK_N": 128,
-    "WARPGROUPS": 3,
-    "STAGES": 2,
-    "OVERLAP": False,
-    "POLY": 0,
-    "REST": 0,
-    "TURNS": True,
-    "LATE": False,
-}
+TWO = {"BLOCK_N": 128, "WARPGROUPS": 2, "STAGES": 2, "OVERLAP": True, "REST": 0}
+THREE = {"BLOCK_N": 128, "WARPGROUPS": 3, "STAGES": 2, "OVERLAP": False, "REST": 0}
 Choices = tuple[tuple[int, dict[str, Any] | None], ...]
-# By BLOCK_D and causal.
+# By the features that are computed and causal.
 TILES: dict[tuple[int, bool], Choices] = {
     (64, False): ((1024, TWO), (2048, THREE)),
-    (64, True): ((1024, TWO), (2049, None), (8193, THREE)),
+    (64, True): ((1024, TWO), (8193, THREE)),
+    (80, False): ((0, TWO | {"BLOCK_D": 64, "REST": 16}),),
+    (80, True): ((0, TWO | {"BLOCK_D": 64, "REST": 16}),),
+    (96, False): ((0, TWO | {"BLOCK_D": 64, "REST": 32}),),
+    (96, True): ((0, TWO | {"BLOCK_D": 64, "REST": 32}),),
     (128, False): ((0, TWO),),
     (128, True): ((0, TWO),),
     (256, False): ((0, TWO | {"BLOCK_N": 64}),),
@@ -1239,7 +1179,6 @@ BACKWARD_TILES: dict[tuple[str, int], Choices] = {
     ("dq", 128): ((0, {"BLOCK_N": 64, "STAGES": 4}),),
     ("dq", 256): ((0, {"BLOCK_N": 32, "STAGES": 3}),),
 }
-SPLIT_HEADS = False
 PADDING = 128  # rows that lse and delta are padded to: no tile of them reaches into the next head
 
 
@@ -1248,9 +1187,10 @@ def config(
 ) -> triton.Config | None:
     """The tiles of ``fwd``, ``dkdv`` or ``dq``, ``None`` where the plain kernel is to be used; or of ``bwd``, ``None`` where two are."""
     width, found = max(16, triton.next_power_of_2(d)), None
-    choices = TILES.get((width, causal), ()) if kernel == "fwd" else BACKWARD_TILES.get((kernel, width), ())
-    if kernel == "fwd" and SPLIT_HEADS and 64 < d <= 96:  # candidate: 64 features and 16 or 32 more
-        width, choices = 64, ((0, TWO | {"REST": 16 if d <= 80 else 32}),)
+    if kernel == "fwd":
+        choices = TILES.get((80 if 64 < d <= 80 else 96 if 80 < d <= 96 else width, causal), ())
+    else:
+        choices = BACKWARD_TILES.get((kernel, width), ())
     for shortest, tiles in choices:
         found = tiles if s >= shortest else found
     if found is None or itemsize != 2 or not properties.is_hopper:
@@ -1258,22 +1198,25 @@ def config(
     return triton.Config({"BLOCK_D": width, "ROWS": ROWS, **found}, num_warps=4)
 
 
-def forward_grid(num_blocks: int, heads: int, width: int, causal: bool, num_sms: int) -> tuple[int, bool]:
-    """How many programs share ``num_blocks`` blocks of queries a head, and whether they take them in pairs.
+def forward_grid(num_blocks: int, heads: int, d: int, causal: bool, num_sms: int) -> tuple[int, int]:
+    """How many programs share ``num_blocks`` blocks of queries a head, and the order in which each takes them.
 
     A program that stays for many blocks loads the next one's tiles while it stores this one's output: that counts most
-    where a block has few tiles. But work is given out beforehand, so that programs have to be equally long: causal ones
-    in pairs of a long block and a short one, where few programs have one pair less. Else each block is a program, the
-    long ones first. With heads of 256 numbers queries and output share a buffer, and nothing is gained.
+    where a block has few tiles. But work is given out beforehand, so that programs have to be equally long. Causal ones
+    take pairs of a long block and a short one, where few programs have one pair less. Heads of 80 and 96 numbers go faster
+    with rounds of blocks, the long ones first, from the first program to the last one and back again. Else each block is a
+    program. With heads of 256 numbers queries and output share a buffer, and nothing is gained.
     """
     units = num_blocks * heads
-    if width > 128 or units <= num_sms:
-        return units, False
+    if d > 128 or units <= num_sms:
+        return units, LONG_FIRST.value
     if not causal:
-        return num_sms, False
+        return num_sms, LONG_FIRST.value
+    if 64 < d <= 96:
+        return num_sms, SNAKES.value
     pairs = units // 2
     even = num_blocks % 2 == 0 and pairs >= 0.9 * num_sms * -(-pairs // num_sms)
-    return (min(pairs, num_sms), True) if even else (units, False)
+    return (min(pairs, num_sms), PAIRS.value) if even else (units, LONG_FIRST.value)
 
 
 def parts(heads: int, s: int, group: int, d: int, num_sms: int) -> int:

@@ -193,7 +193,7 @@ class Tiles:
     vectors: Block | None  # of lse and delta
     sizes: tuple[int, ...]
     window: int | None  # 0: none; None: a kernel for Hopper, which takes neither lengths nor a window nor sinks
-    rest: tuple[Block | None, Block | None] | None = None  # of features beyond these blocks: queries, keys
+    rest: tuple[Block, Block] | None = None  # of features beyond these blocks: queries, keys
 
     def mask_args(self, lengths: Tensor | None, stand_in: Tensor) -> tuple[Any, ...]:
         """Lengths and window as the kernel's arguments."""
@@ -201,11 +201,11 @@ class Tiles:
 
     def rest_args(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> tuple[Any, ...]:
         """The same tensors for features beyond the blocks, as the arguments of a forward kernel for Hopper."""
-        if self.rest is None:
+        if self.window is not None:
             return ()
+        if self.rest is None:
+            return (None,) * 4
         queries, keys = self.rest
-        if queries is None or keys is None:
-            return (None, None, None, None)
         return Descriptor(q, queries), Descriptor(k, keys), Descriptor(v, keys), Descriptor(o, queries)
 
     def sink_args(self, sinks: Tensor | None, stand_in: Tensor) -> tuple[Any, ...]:
@@ -251,10 +251,8 @@ def hopper_tiles(kernel: Any, config: Any, p: Problem, grid: int, sizes: tuple[i
         vectors = block(blocks["BLOCK_M"], layout=NVMMASharedLayout(0, 32, rank=1))
     else:
         queries, keys, vectors = own, block(1, 1, blocks["BLOCK_N"], width, layout=layout), None
-    rest: tuple[Block | None, Block | None] | None = None
-    if "REST" in blocks:
-        rest = (None, None)
-        if more := blocks["REST"]:
-            layout = NVMMASharedLayout(2 * more, 16, rank=4)
-            rest = block(1, 1, blocks["ROWS"], more, layout=layout), block(1, 1, blocks["BLOCK_N"], more, layout=layout)
+    rest = None
+    if more := blocks.get("REST"):
+        layout = NVMMASharedLayout(2 * more, 16, rank=4)
+        rest = block(1, 1, blocks["ROWS"], more, layout=layout), block(1, 1, blocks["BLOCK_N"], more, layout=layout)
     return Tiles(launch, (grid,), queries, keys, own, vectors, (p.b, p.h, p.n, p.s, *sizes), None, rest)
