@@ -63,7 +63,6 @@ class _Partition:
         self.waits: Callable[[], bool] = lambda: False
         self.barrier: Barrier | None = None
         self.asked = 0  # which counter, last
-        self.ordered = True  # whether what it has seen by that comes before what TMA does
         self.turn = threading.Semaphore(0)
         self.error: BaseException | None = None
         self.done = self.cancelled = False
@@ -136,9 +135,6 @@ class Shared:
         return Shared(self.data.transpose(order), self.dtype, self.slots)
 
     def _reinterpret(self, dtype: Any, shape: Sequence[int], layout: Any) -> "Shared":
-        if len(shape) == 3:  # halves of tiles
-            halves = [half for tile in self.data for half in np.split(tile, 2, axis=1)]
-            return Shared(halves, dtype, [slot for slot in self.slots for _ in range(2)])  # type: ignore[arg-type]
         return Shared(self.data.view(interpreter._get_np_dtype(dtype)).reshape(shape), dtype, self.slots)
 
     def overwrite(self, data: np.ndarray | None) -> None:
@@ -302,25 +298,12 @@ class _Tma:
 
     @staticmethod
     def async_copy_shared_to_global(tiles: Tiles, at: Sequence[Any], memory: Shared) -> None:
-        target, source = _Tma._written(tiles, at, memory)
-        tiles.data[target] = source
-
-    @staticmethod
-    def async_atomic_add(tiles: Tiles, at: Sequence[Any], memory: Shared) -> None:
-        target, source = _Tma._written(tiles, at, memory)
-        tiles.data[target] += source
-
-    @staticmethod
-    def _written(tiles: Tiles, at: Sequence[Any], memory: Shared) -> tuple[tuple[slice, ...], np.ndarray]:
-        """Where, and what."""
         here = _program.here
         if not all(slot.visible or slot in here.fenced for slot in memory.slots):
             raise WrongOrderError("what threads have stored is copied without a fence")
-        if not here.ordered:
-            raise WrongOrderError("what the last program has written may come after what is added to it")
         here.stores += memory.slots
         target, source = tiles.part(at)
-        return target, memory.data.reshape(tiles.block)[source]
+        tiles.data[target] = memory.data.reshape(tiles.block)[source]
 
     @staticmethod
     def store_wait(outstanding: int) -> None:
@@ -504,7 +487,7 @@ def _ask(counter: Any) -> Any:
     here, asked = _program.here, counter.handle.data.item()
     if here.asked == asked:
         raise WrongOrderError("a program waits for a turn that nobody will pass on to it")
-    here.asked, here.ordered = asked, False
+    here.asked = asked
     return tl.atomic_add(counter, 0, sem="acquire", _semantic=interpreter.interpreter_semantic)
 
 
@@ -515,15 +498,9 @@ def _pass(counter: Any, turn: Any) -> Any:
     return tl.atomic_xchg(counter, turn, sem="release", _semantic=interpreter.interpreter_semantic)
 
 
-def _before_tma(_counter: Any) -> None:
-    _program.here.ordered = True
-
-
 _TURNS: dict[str, Callable[..., Any]] = {
     kernels_hopper.ASK.value: _ask,
     kernels_hopper.PASS.value: _pass,
-    kernels_hopper.BEFORE_TMA.value: _before_tma,
-    kernels_hopper.PASS_WRITTEN.value: _pass,
 }
 
 
@@ -615,7 +592,7 @@ def _scope(module: Any, sources: tuple[str, ...]) -> dict[str, Any]:
     ours = {
         "gl": _Gluon(), "async_copy": _Copies, "fence_async_shared": _fence, "warpgroup_mma": _warpgroup_mma,
         "warpgroup_mma_wait": _warpgroup_mma_wait, "mma_v2": _mma_v2, "mbarrier": _MBarrier, "tma": _Tma,
-        "thread_barrier": _thread_barrier, "async_atomic_add": _Tma.async_atomic_add,
+        "thread_barrier": _thread_barrier,
     }  # fmt: skip
     scope = vars(interpreter) | vars(module) | {name: value for name, value in ours.items() if name in vars(module)}
     for name, function in vars(module).items():

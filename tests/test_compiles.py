@@ -583,7 +583,7 @@ SPILLS_ALLOWED = {
 
 
 # What follows kernels of Hopper's alone.
-AFTER_HOPPER = {"_flash_attention_bwd_round_kernel", "_flash_attention_sinks_kernel"}
+AFTER_HOPPER = {"_flash_attention_sinks_kernel"}
 # Kernels that no rule takes on a GPU without tensor cores for tl.dot: cuBLAS has them, and multiplies there.
 BY_CUBLAS = {
     "_gather_matmul_fwd_tiles_kernel",

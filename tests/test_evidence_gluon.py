@@ -277,11 +277,11 @@ def test_attention(problem: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) ->
     forward = blocks | {"BLOCK_N": block_n, "WARPGROUPS": warpgroups, "OVERLAP": overlap, "REST": 0}
     configs = {
         "fwd": forward | ({"BLOCK_D": 64, "REST": d - 64} if 64 < d < 128 else {}),
-        "dkdv": blocks | {"BLOCK_M": 16, "DQ": "no", "DS_STAGES": 0},
+        "dkdv": blocks | {"BLOCK_M": 16, "DQ": False, "DS_STAGES": 0},
         "dq": blocks | {"BLOCK_N": block_n},
-        "bwd": blocks | {"BLOCK_M": 16, "DQ": "warpgroup" if width <= 64 else "halves", "DS_STAGES": 2},
+        "bwd": blocks | {"BLOCK_M": 16, "DQ": True, "DS_STAGES": 2},
     }
-    at_once = (d == 32 and s >= n) or (64 < d <= 128 and not (causal and h > h_kv))
+    at_once = d == 32 and s >= n
     launched = []
 
     def config(kernel: str, *_: Any) -> triton.Config:

@@ -9,7 +9,7 @@ from typing import Any
 
 from kernelbook import runtime  # before Triton, which it sets up
 
-__all__ = ["USABLE", "async_atomic_add", "async_copy", "thread_barrier", "tma"]
+__all__ = ["USABLE", "async_copy", "thread_barrier", "tma"]
 
 
 def _named(module: Any, **newer: str) -> Any:
@@ -22,28 +22,18 @@ def _named(module: Any, **newer: str) -> Any:
     return copy
 
 
-def _async_atomic_add(tensor_desc: Any, coord: Any, src: Any, _semantic: Any = None) -> None:
-    """Add a tile in shared memory to global memory by TMA: Triton 3.8's, of which earlier versions have all but this function."""
-    from triton._C.libtriton import ir
-
-    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
-
-
 tma: Any = None
-async_atomic_add: Any = None
 async_copy: Any = None
 thread_barrier: Any = None
 try:
     from triton.experimental.gluon import language
-    from triton.experimental.gluon.language import _core, shared_memory_descriptor
+    from triton.experimental.gluon.language import shared_memory_descriptor
     from triton.experimental.gluon.language.nvidia import ampere, hopper
 
     # A method, so that nothing but the class itself can have the older name: Triton 3.9 calls it "reinterpret".
     if not hasattr(shared_memory_descriptor, "_reinterpret"):
         shared_memory_descriptor._reinterpret = shared_memory_descriptor.reinterpret
     tma = _named(hopper.tma, async_copy_global_to_shared="async_load", async_copy_shared_to_global="async_store")
-    async_atomic_add = getattr(tma, "async_atomic_add", None) or _core.builtin(_async_atomic_add)
     async_copy = _named(ampere.async_copy, async_copy_global_to_shared="async_load")
     thread_barrier = language.barrier if hasattr(language, "barrier") else language.thread_barrier
 except (ImportError, AttributeError):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kernelbook.attention import kernels, launches
 from kernelbook.attention.launches import Problem, Tiles, is_readable, kernel_args, like, readable
-from kernelbook.launch import Block, Launch, block, cdiv, launcher
+from kernelbook.launch import Launch, cdiv, launcher
 from kernelbook.memory import counters, empty, tl_accumulator
 from kernelbook.operators import Op
 
@@ -24,14 +24,10 @@ class DqReduction:
 
     shape: tuple[int, int]  # of the sums
     counters: int
-    sums: Block | None = None  # None: by pointer, and it writes dq itself
-    round: Launch | None = None  # the sums, to dq
-    round_grid: tuple[int] = (0,)
 
     def kernel_args(self, dq: Tensor, sums: Tensor) -> tuple[Any, ...]:
         """dq, the sums and the counters as the kernel's arguments."""
-        to = (*kernel_args(None, dq), sums) if self.sums is None else (*NO_DQ[:5], *kernel_args(self.sums, sums))
-        return *to, counters(self.counters, dq.device)
+        return *kernel_args(None, dq), sums, counters(self.counters, dq.device)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -77,23 +73,11 @@ def _all_gradients(p: Problem) -> GradientKernels | None:
     splits = hopper.parts(p.b * p.h_kv, p.s, p.group, p.d, num_sms)
     heads, members = p.b * p.h_kv * splits, p.group // splits
     fitting = kernels.section(p.n, heads, p.d, p.dtype.itemsize, True, p.properties)
-    section = hopper.all_gradients_section(heads, fitting, width, p.causal, num_sms)
-    # Causal wide heads that share a key head: two kernels were measured faster.
-    slower = width > 64 and p.causal and members > 1
-    if slower or not hopper.programs_wait_little(heads, p.n, p.s, members, p.causal, section, block_m, num_sms):
+    section = hopper.all_gradients_section(heads, fitting, p.causal, num_sms)
+    if not hopper.programs_wait_little(heads, p.n, p.s, members, p.causal, section, block_m, num_sms):
         return None
     tiles = p.b * p.h * cdiv(p.n, block_m)
-    if config.kwargs["DQ"] == "warpgroup":
-        reduction = DqReduction((tiles, block_m * width), tiles)
-    else:
-        rounding = kernels.ROUND_CONFIG
-        half = block(block_m, width // 2, layout=launches.NVMMASharedLayout(128, 32, rank=2))
-        launch = launcher(
-            kernels._flash_attention_bwd_round_kernel, D=p.d, BLOCK_M=block_m, BLOCK_D=width,
-            **rounding.kwargs, num_warps=rounding.num_warps,
-        )  # fmt: skip
-        round_grid = (tiles * block_m // rounding.kwargs["ROWS"],)
-        reduction = DqReduction((tiles * block_m, width), 2 * tiles, half, launch, round_grid)
+    reduction = DqReduction((tiles, block_m * width), tiles)
     n_padded = cdiv(p.n, hopper.PADDING) * hopper.PADDING
     dkdv = launches.hopper_tiles(
         hopper._flash_attention_bwd_hopper_kernel, config, p, cdiv(p.s, block_n) * heads, (n_padded, section),
@@ -174,8 +158,6 @@ def _run(
     if isinstance(to_dq, DqReduction):
         sums = empty(to_dq.shape, lse.dtype, q)
         launch(dkdv, *results, *to_dq.kernel_args(dq, sums))
-        if to_dq.round is not None:
-            to_dq.round(to_dq.round_grid, sums, dq, *dq.stride()[:3], h, n, scaling.gradients)
     else:
         launch(dkdv, *results, *(NO_DQ if dkdv.window is None else ()))
         launch(to_dq, *kernel_args(to_dq.results, dq))

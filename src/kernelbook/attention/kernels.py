@@ -616,31 +616,11 @@ def _flash_attention_bwd_dq_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["H", "N"])
-def _flash_attention_bwd_round_kernel(
-    sums_ptr,  # (B, H, tiles of queries, BLOCK_M, BLOCK_D), as the kernel for Hopper leaves them
-    dq_ptr, dq_stride_b, dq_stride_h, dq_stride_n,  # (B, H, N, D), numbers of a row one after the other
-    H, N, scale,
-    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """dq of ROWS queries."""
-    steps = tl.cdiv(N, BLOCK_M) * (BLOCK_M // ROWS)
-    pid = tl.program_id(0)
-    b, h = (pid // steps // H).to(tl.int64), (pid // steps % H).to(tl.int64)
-    rows, offs_d = tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK_D)[None, :]
-    offs_m = pid % steps * ROWS + rows
-    exists = (offs_m < N) & (offs_d < D)
-    dq = tl.load(sums_ptr + pid.to(tl.int64) * (ROWS * BLOCK_D) + rows * BLOCK_D + offs_d, mask=exists, other=0.0)
-    dq_ptr += b * dq_stride_b + h * dq_stride_h
-    tl.store(dq_ptr + offs_m.to(tl.int64) * dq_stride_n + offs_d, (dq * scale).to(dq_ptr.dtype.element_ty), mask=exists)
-
-
 # --- configurations -------------------------------------------------------------------------------------------------
 
 KERNELS = ("fwd", "dkdv", "dq")
 DELTA_CONFIG = triton.Config({"BLOCK_M": 32}, num_warps=4)
 SINKS_CONFIG = triton.Config({"BLOCK_M": 32}, num_warps=4)
-ROUND_CONFIG = triton.Config({"ROWS": 16}, num_warps=4)
 DSINKS_CONFIG = triton.Config({"BLOCK_M": 1024}, num_warps=4)
 
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from kernelbook import runtime  # before Triton, which it sets up
 from kernelbook.attention import kernels
-from kernelbook.gluon_names import async_atomic_add, thread_barrier, tma
+from kernelbook.gluon_names import thread_barrier, tma
 
 # isort: split
 import triton
@@ -499,7 +499,6 @@ class Buffers(NamedTuple):
     lse: Any
     delta: Any
     ds: Any  # a ring, where dq is computed too; with heads of 256 one tile of probabilities
-    dq: Any  # a ring, where that is done in halves
     k_free: Any  # a barrier, where dq is computed: keys may be overwritten
 
 
@@ -551,53 +550,26 @@ def _seen_by(start, keys, diagonal, S, CAUSAL: gl.constexpr, SCORES: gl.constexp
 
 
 @gluon.jit
-def _leave(tile, smem, full, free, phase):
-    """Stores a tile for others once they have done with the one before it."""
-    mbarrier.wait(free, phase ^ 1)
-    smem.store(tile)
-    fence_async_shared()
-    thread_barrier()
-    mbarrier.arrive(full)
-
-
-@gluon.jit
 def _leave_ds(ds, i, ring, W: gl.constexpr):
-    """This warpgroup's keys of ds number i."""
+    """This warpgroup's keys of ds number i, once the buffer is free."""
     STAGES: gl.constexpr = ring.full.shape[0]
     slot = i % STAGES
-    _leave(ds, ring.tiles.index(slot * 2 + W), ring.full.index(slot), ring.free.index(slot), (i // STAGES) & 1)
-
-
-@gluon.jit
-def _half_of_dq(i, ds, columns, none, W: gl.constexpr, BLOCK_M: gl.constexpr, HALF: gl.constexpr):
-    """Starts the product of ds number i, of all keys, and their features of one half -> its buffer, the product."""
-    slot = _await(ds, i)
-    WIDTH: gl.constexpr = HALF.instr_shape[1]
-    zeros = gl.zeros([BLOCK_M, WIDTH], gl.float32, layout=HALF)
-    left, right = ds.tiles.index(slot * 2).permute((1, 0)), ds.tiles.index(slot * 2 + 1).permute((1, 0))
-    dq = warpgroup_mma(left, columns.index(W + none), zeros, use_acc=False, is_async=True)
-    return slot, warpgroup_mma(right, columns.index(2 + W + none), dq, is_async=True)
+    mbarrier.wait(ring.free.index(slot), ((i // STAGES) & 1) ^ 1)
+    ring.tiles.index(slot * 2 + W).store(ds)
+    fence_async_shared()
+    thread_barrier()
+    mbarrier.arrive(ring.full.index(slot))
 
 
 @gluon.jit
 def _bwd_step(
-    i, start, dk, dv, k, v, columns, t, keys, diagonal, S, scale, W: gl.constexpr, DQ: gl.constexpr,
-    MASKED: gl.constexpr, CAUSAL: gl.constexpr, SCORES: gl.constexpr, LEFT: gl.constexpr, HALF: gl.constexpr,
+    i, start, dk, dv, k, v, t, keys, diagonal, S, scale, W: gl.constexpr, DQ: gl.constexpr,
+    MASKED: gl.constexpr, CAUSAL: gl.constexpr, SCORES: gl.constexpr, LEFT: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one tile of queries. DQ: leaves ds too; in halves, after dq of the step before: ds number 0 is zero."""
-    BLOCK_M: gl.constexpr = SCORES.instr_shape[1]
-    if DQ == "halves":
-        # Zero, which the compiler cannot know: else it computes addresses before the loop, in registers that do not suffice.
-        none = i >> 30
-        k, v = t.k.index(W + none), t.v.index(W + none)
-        ds_slot, dq = _half_of_dq(i, t.ds, columns, none, W, BLOCK_M, HALF)
+    """dk and dv of one tile of queries. DQ: leaves ds too."""
     slot = _await(t.q, i)
     q, do = t.q.tiles.index(slot), t.do.tiles.index(slot)
     scores = _product_with(k, q, SCORES)
-    if DQ == "halves":
-        dq = warpgroup_mma_wait(1, deps=[dq])
-        mbarrier.arrive(t.ds.free.index(ds_slot))
-        _leave(dq, t.dq.tiles.index(W), t.dq.full.index(W), t.dq.free.index(W), i & 1)
     _await(t.do, i)
     dp = _product_with(v, do, SCORES)
     lse = t.lse.index(slot).load(gl.SliceLayout(0, SCORES))
@@ -607,16 +579,14 @@ def _bwd_step(
     if MASKED:  # beyond the last key they may be infinite, and zeros of keys times these nan
         p = gl.where(_seen_by(start, keys, diagonal, S, CAUSAL, SCORES), p, 0.0)
     left = gl.convert_layout(p.to(do.dtype), LEFT)
-    if DQ == "no":  # beside the exponentials, where there are registers for it
+    if not DQ:  # beside the exponentials, where there are registers for it
         delta = t.delta.index(slot).load(gl.SliceLayout(0, SCORES))
     dv = warpgroup_mma(left, do, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[dp])
-    if DQ != "no":
+    if DQ:
         delta = t.delta.index(slot).load(gl.SliceLayout(0, SCORES))
     ds = (p * (dp - gl.expand_dims(delta, 0))).to(q.dtype)
-    if DQ == "halves":
-        _leave_ds(ds, i + 1, t.ds, W)
-    elif DQ == "warpgroup":
+    if DQ:
         _leave_ds(ds, i, t.ds, W)
     right = gl.convert_layout(ds, LEFT)
     dk = warpgroup_mma(right, q, dk, is_async=True)
@@ -637,46 +607,33 @@ def _bwd_consume(
     BLOCK_M: gl.constexpr = t.q.tiles.shape[1]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
-    HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D // 2, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     k, v = t.k.index(W), t.v.index(W)
-    k_left, v_left, columns = k, v, k
+    k_left, v_left = k, v
     keys = own.start_n + W * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     dk = gl.zeros([ROWS, BLOCK_D], gl.float32, layout=OUT)
     dv = gl.zeros([ROWS, BLOCK_D], gl.float32, layout=OUT)
-    if DQ == "halves":
-        # In shared memory a tile's left half lies before its right one, as rows have 128 bytes there.
-        COLUMNS: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-        columns = t.k._reinterpret(k.dtype, [4, ROWS, BLOCK_D // 2], COLUMNS)
-        _leave_ds(gl.zeros([ROWS, BLOCK_M], gl.float32, layout=SCORES).to(k.dtype), 0, t.ds, W)
-        mbarrier.wait(t.kv_full.index(1 - W), 0)
     mbarrier.wait(t.kv_full.index(W), 0)
-    if DQ == "warpgroup":
+    if DQ:
         # Both stay in registers too: products that read both sides from shared memory wait for it.
         k_left = k.load(gl.DotOperandLayout(0, SCORES, 2))
         v_left = v.load(gl.DotOperandLayout(0, SCORES, 2))
     for member in range(MEMBERS):
         for i in range(own.count - own.masked):
             dk, dv = _bwd_step(
-                member * own.count + i, 0, dk, dv, k_left, v_left, columns, t, keys, own.diagonal, own.S,
-                scale, W, DQ, RAGGED, CAUSAL, SCORES, LEFT, HALF,
+                member * own.count + i, 0, dk, dv, k_left, v_left, t, keys, own.diagonal, own.S,
+                scale, W, DQ, RAGGED, CAUSAL, SCORES, LEFT,
             )  # fmt: skip
         if CAUSAL:  # a second loop costs the others registers
             for i in range(own.count - own.masked, own.count):
                 dk, dv = _bwd_step(
-                    member * own.count + i, own.first + (own.count - 1 - i) * BLOCK_M, dk, dv, k_left, v_left, columns,
-                    t, keys, own.diagonal, own.S, scale, W, DQ, True, CAUSAL, SCORES, LEFT, HALF,
+                    member * own.count + i, own.first + (own.count - 1 - i) * BLOCK_M, dk, dv, k_left, v_left,
+                    t, keys, own.diagonal, own.S, scale, W, DQ, True, CAUSAL, SCORES, LEFT,
                 )  # fmt: skip
-    if DQ == "halves":
-        i = MEMBERS * own.count
-        _, dq = _half_of_dq(i, t.ds, columns, 0, W, BLOCK_M, HALF)
-        dq = warpgroup_mma_wait(0, deps=[dq])
-        mbarrier.arrive(t.k_free.index(0))
-        _leave(dq, t.dq.tiles.index(W), t.dq.full.index(W), t.dq.free.index(W), i & 1)
     # This warpgroup's values are not needed any more, nor its keys once dq is computed.
     at = (own.b, own.part, own.start_n + W * ROWS, 0)
     _store(dv_out, at, dv, v)
-    if DQ != "no":
+    if DQ:
         mbarrier.wait(t.k_free.index(0), 0)
     _store(dk_out, at, dk * dk_scale, k)
     tma.store_wait(0)
@@ -762,14 +719,11 @@ def _wide_consume(out, t, own, scale, out_scale, MEMBERS: gl.constexpr, CAUSAL: 
 
 # dq, dk and dv at once: five products a pair of tiles, where two kernels need seven. Two warpgroups compute dk and dv as they
 # do alone, and leave ds in shared memory. Its product with the keys is this program's part of dq of a tile of queries, a sum
-# over all programs of the head. DQ says who computes that:
+# over all programs of the head. With heads of 64 a third warpgroup computes it, adds to the sum in global memory, and the last
+# one writes dq. With more features there are no registers for a third one.
 #
-#     warpgroup  with heads of 64, a third warpgroup. It adds to the sum in global memory, and the last one writes dq
-#     halves     with heads of 128 there are no registers for a third one. The two compute dq of the step before, each for half
-#                of the features. One warp for each half has TMA add it to the sum, and a second kernel rounds the sums to dq
-#
-# The parts are added in the order of the blocks of keys, so that every run gives the same bits. A counter for each tile (and
-# half) says whose turn it is. The first program stores its part in float32, those after it add theirs, and the last one sets
+# The parts are added in the order of the blocks of keys, so that every run gives the same bits. A counter for each tile
+# says whose turn it is. The first program stores its part in float32, those after it add theirs, and the last one sets
 # the counter back to zero. All programs of a head walk over its queries in the same order, so that each stays about a tile
 # behind the one before it, and hardly waits once all have set out.
 #
@@ -789,20 +743,6 @@ PASS = gl.constexpr("""{
     and.b32 thread, thread, 127;
     setp.eq.u32 first, thread, 0;
     setp.ge.and.s32 first, $2, 0, first;
-    @first st.release.gpu.global.b32 [$1], $2;
-    mov.u32 $0, 0;
-}""")
-# What the warp has seen with its turn comes before what TMA does for it next. $0: nothing. $1: the counter.
-BEFORE_TMA = gl.constexpr("fence.proxy.async.global; mov.u32 $0, 0;")
-# Once TMA has written for every thread of the warp (Triton's store_wait waits until it has read), the first one speaks for all.
-# $0: nothing. $1: where the counter is. $2: its new value.
-PASS_WRITTEN = gl.constexpr("""{
-    .reg .u32 lane;
-    .reg .pred first;
-    cp.async.bulk.wait_group 0;
-    bar.warp.sync -1;
-    mov.u32 lane, %laneid;
-    setp.eq.u32 first, lane, 0;
     @first st.release.gpu.global.b32 [$1], $2;
     mov.u32 $0, 0;
 }""")
@@ -910,46 +850,14 @@ def _add_up(
     _pass_turn(before, turn)
 
 
-@gluon.jit
-def _add_up_half(
-    sums, turns_ptr, dq_ring, own, H, N, MEMBERS: gl.constexpr, CAUSAL: gl.constexpr, BLOCK_N: gl.constexpr,
-    W: gl.constexpr,
-):  # fmt: skip
-    """As ``_add_up``, of half of the features, which others compute."""
-    BLOCK_M: gl.constexpr = dq_ring.tiles.shape[1]
-    WIDTH: gl.constexpr = dq_ring.tiles.shape[2]
-    block = own.start_n // BLOCK_N
-    # The first one is that before the first step.
-    mbarrier.wait(dq_ring.full.index(W), 0)
-    mbarrier.arrive(dq_ring.free.index(W))
-    for i in range(MEMBERS * own.count):
-        _, tile, last = _tile_of_dq(own.head + i // own.count, i % own.count, own, H, N, CAUSAL, BLOCK_M, BLOCK_N)
-        counter = turns_ptr + (tile * 2 + W)
-        if block > 0:
-            now = _ask_for_turn(counter)
-            while now < block:
-                now = _ask_for_turn(counter)
-            gl.inline_asm_elementwise(BEFORE_TMA, "=r,r", [now], dtype=gl.int32, is_pure=False, pack=1)
-        mbarrier.wait(dq_ring.full.index(W), (i + 1) & 1)
-        at = ((tile * BLOCK_M).to(gl.int32), W * WIDTH)
-        if block == 0:
-            tma.async_copy_shared_to_global(sums, at, dq_ring.tiles.index(W))
-        else:
-            async_atomic_add(sums, at, dq_ring.tiles.index(W))
-        tma.store_wait(0)
-        mbarrier.arrive(dq_ring.free.index(W))
-        turn = gl.where(block == last, 0, block + 1)  # 0: as it was, for the next call
-        gl.inline_asm_elementwise(PASS_WRITTEN, "=r,l,r", [counter, turn], dtype=gl.int32, is_pure=False, pack=1)
-
-
 @gluon.jit(do_not_specialize=["B", "H", "N", "S", "n_padded", "section"])
 def _flash_attention_bwd_hopper_kernel(
     q, k, v, do,  # tensor descriptors: (B, H, N, D) for q and do, (B, H / GROUP, S, D) for k and v
     lse, delta,  # descriptors of (B * H * n_padded,): the queries' rows, padded; +inf and 0 beyond N
     dk, dv,  # descriptors: (B, H / GROUP * PARTS, S, D): of each part of the heads that share a key head
-    dq_ptr, dq_stride_b, dq_stride_h, dq_stride_n, dq_stride_d,  # (B, H, N, D), if DQ is "warpgroup"
-    sums,  # dq unscaled, in float32: (B, H, tiles of queries, BLOCK_M, BLOCK_D), see _in_fours; "halves": a descriptor, by rows
-    turns_ptr,  # (B, H, tiles of queries), or so many pairs: zeros, before and afterwards
+    dq_ptr, dq_stride_b, dq_stride_h, dq_stride_n, dq_stride_d,  # (B, H, N, D), if DQ
+    sums_ptr,  # dq unscaled, in float32: (B, H, tiles of queries, BLOCK_M * BLOCK_D), see _in_fours; if DQ
+    turns_ptr,  # (B, H, tiles of queries): zeros, before and afterwards; if DQ
     B, H, N, S, n_padded, section,
     scale,  # with log2(e)
     dk_scale,  # without
@@ -975,19 +883,15 @@ def _flash_attention_bwd_hopper_kernel(
     do_ring = Ring(_tiles(dtype, STAGES, BLOCK_M, BLOCK_D), _barriers(STAGES, 1), _barriers(STAGES, 2))
     lse_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], VECTOR)
     delta_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], VECTOR)
-    ds_ring, dq_ring, k_free = q_ring, q_ring, kv_full  # without dq nobody looks at them
-    if DQ != "no":
-        READERS: gl.constexpr = 1 if DQ == "warpgroup" else 2
-        ds_tiles = _tiles(dtype, DS_STAGES * 2, ROWS, BLOCK_M)
-        ds_ring = Ring(ds_tiles, _barriers(DS_STAGES, 2), _barriers(DS_STAGES, READERS))
-        k_free = _barriers(1, READERS)
+    ds_ring, k_free = q_ring, kv_full  # without dq nobody looks at them
+    if DQ:
+        ds_ring = Ring(_tiles(dtype, DS_STAGES * 2, ROWS, BLOCK_M), _barriers(DS_STAGES, 2), _barriers(DS_STAGES, 1))
+        k_free = _barriers(1, 1)
     if BLOCK_D > 128:
         P_TILE: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, order=[1, 0])
         p_tile = gl.allocate_shared_memory(gl.float32, [1, ROWS, BLOCK_M], P_TILE)
         ds_ring = Ring(p_tile, _barriers(1, 1), _barriers(1, 1))
-    elif DQ == "halves":
-        dq_ring = Ring(_tiles(gl.float32, 2, BLOCK_M, BLOCK_D // 2), _barriers(2, 1), _barriers(2, 1))
-    t = Buffers(k_tiles, v_tiles, kv_full, q_ring, do_ring, lse_tiles, delta_tiles, ds_ring, dq_ring, k_free)
+    t = Buffers(k_tiles, v_tiles, kv_full, q_ring, do_ring, lse_tiles, delta_tiles, ds_ring, k_free)
     fence_async_shared()
     if BLOCK_D > 128:
         gl.warp_specialize(
@@ -999,7 +903,7 @@ def _flash_attention_bwd_hopper_kernel(
             [4, 1],
             [240, 24],
         )
-    elif DQ == "no":
+    elif not DQ:
         gl.warp_specialize(
             [
                 (_bwd_consume, (dk, dv, t, own, scale, dk_scale, MEMBERS, DQ, CAUSAL, RAGGED, 0)),
@@ -1009,13 +913,13 @@ def _flash_attention_bwd_hopper_kernel(
             [4, 1],
             [240, 24],
         )
-    elif DQ == "warpgroup":
+    else:
         gl.warp_specialize(
             [
                 (_bwd_consume, (dk, dv, t, own, scale, dk_scale, MEMBERS, DQ, CAUSAL, RAGGED, 0)),
                 (_bwd_consume, (dk, dv, t, own, scale, dk_scale, MEMBERS, DQ, CAUSAL, RAGGED, 1)),
                 (_add_up, (
-                    dq_ptr, dq_stride_b, dq_stride_h, dq_stride_n, dq_stride_d, sums, turns_ptr,
+                    dq_ptr, dq_stride_b, dq_stride_h, dq_stride_n, dq_stride_d, sums_ptr, turns_ptr,
                     t, own, H, N, dk_scale, D, MEMBERS, CAUSAL,
                 )),
                 (_bwd_produce, (q, k, v, do, lse, delta, t, own, H, n_padded, MEMBERS, PARTS)),
@@ -1023,18 +927,6 @@ def _flash_attention_bwd_hopper_kernel(
             [4, 4, 1],
             [208, 72, 24],
         )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (_bwd_consume, (dk, dv, t, own, scale, dk_scale, MEMBERS, DQ, CAUSAL, RAGGED, 0)),
-                (_bwd_consume, (dk, dv, t, own, scale, dk_scale, MEMBERS, DQ, CAUSAL, RAGGED, 1)),
-                (_add_up_half, (sums, turns_ptr, t.dq, own, H, N, MEMBERS, CAUSAL, BLOCK_N, 0)),
-                (_add_up_half, (sums, turns_ptr, t.dq, own, H, N, MEMBERS, CAUSAL, BLOCK_N, 1)),
-                (_bwd_produce, (q, k, v, do, lse, delta, t, own, H, n_padded, MEMBERS, PARTS)),
-            ],
-            [4, 1, 1, 1],
-            [240, 24, 24, 24],
-        )
 
 
 # --- backward: dq alone ---------------------------------------------------------------------------------------------
@@ -1172,10 +1064,9 @@ TILES: dict[tuple[int, bool], Choices] = {
 }
 # By kernel and BLOCK_D: of the kernel for dk and dv; of the same with dq, where it is faster than two; of that for dq.
 BACKWARD_TILES: dict[tuple[str, int], Choices] = {
-    ("dkdv", 128): ((0, {"DQ": "no", "BLOCK_M": 64, "STAGES": 3, "DS_STAGES": 0}),),
-    ("dkdv", 256): ((0, {"DQ": "no", "BLOCK_M": 64, "STAGES": 2, "DS_STAGES": 0}),),
-    ("bwd", 64): ((0, {"DQ": "warpgroup", "BLOCK_M": 64, "STAGES": 3, "DS_STAGES": 2}),),
-    ("bwd", 128): ((4096, {"DQ": "halves", "BLOCK_M": 64, "STAGES": 3, "DS_STAGES": 2}),),
+    ("dkdv", 128): ((0, {"DQ": False, "BLOCK_M": 64, "STAGES": 3, "DS_STAGES": 0}),),
+    ("dkdv", 256): ((0, {"DQ": False, "BLOCK_M": 64, "STAGES": 2, "DS_STAGES": 0}),),
+    ("bwd", 64): ((0, {"DQ": True, "BLOCK_M": 64, "STAGES": 3, "DS_STAGES": 2}),),
     ("dq", 128): ((0, {"BLOCK_N": 64, "STAGES": 4}),),
     ("dq", 256): ((0, {"BLOCK_N": 32, "STAGES": 3}),),
 }
@@ -1228,13 +1119,13 @@ def parts(heads: int, s: int, group: int, d: int, num_sms: int) -> int:
     return next((n for n in range(1, group) if group % n == 0 and blocks * n >= 1.9 * num_sms), group)
 
 
-def all_gradients_section(heads: int, fitting: int, width: int, causal: bool, num_sms: int) -> int:
-    """How many of ``heads`` heads to work on at a time: no more than are ``fitting`` for two kernels; of wide heads twice as many.
+def all_gradients_section(heads: int, fitting: int, causal: bool, num_sms: int) -> int:
+    """How many of ``heads`` heads to work on at a time: no more than are ``fitting`` for two kernels.
 
     Sums of dq take room in the L2 cache too, as much as the tensors read: where programs are equally long, half as many heads.
     Two programs a head or more run beside each other, so that the next part of a sum comes soon. All sections are equally large.
     """
-    most = min(2 * fitting if width > 64 else fitting, num_sms // 2)
+    most = min(fitting, num_sms // 2)
     return -(-heads // -(-heads // max(1, most if causal else most // 2)))
 
 
