@@ -1064,6 +1064,7 @@ TILES: dict[tuple[int, bool], Choices] = {
 }
 # By kernel and BLOCK_D: of the kernel for dk and dv; of the same with dq, where it is faster than two; of that for dq.
 BACKWARD_TILES: dict[tuple[str, int], Choices] = {
+    ("dkdv", 64): ((0, {"DQ": False, "BLOCK_M": 64, "STAGES": 2, "DS_STAGES": 0}),),
     ("dkdv", 128): ((0, {"DQ": False, "BLOCK_M": 64, "STAGES": 3, "DS_STAGES": 0}),),
     ("dkdv", 256): ((0, {"DQ": False, "BLOCK_M": 64, "STAGES": 2, "DS_STAGES": 0}),),
     ("bwd", 64): ((0, {"DQ": True, "BLOCK_M": 64, "STAGES": 3, "DS_STAGES": 2}),),
