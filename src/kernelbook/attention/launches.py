@@ -95,8 +95,12 @@ def _precision(q: Tensor) -> str:
 
 
 def like(tensor: Tensor) -> Tensor:
-    """New memory in the tensor's shape and, where it is dense, its strides."""
-    return empty(tensor.shape, tensor.dtype, tensor) if tensor.is_contiguous() else torch.empty_like(tensor)
+    """New memory in the tensor's shape with contiguous columns and, where it is dense and has such too, its strides."""
+    if not tensor.is_contiguous():
+        kept = torch.empty_like(tensor)
+        if kept.stride(3) == 1:
+            return kept
+    return empty(tensor.shape, tensor.dtype, tensor)
 
 
 def is_readable(tensor: Tensor) -> bool:
