@@ -5,18 +5,19 @@ after tile of BLOCK_N keys; then part after part, each joined to those before. P
 size, whatever sees them. A tile that a row does not see adds exactly nothing, so that it does not matter whether the program
 that has the row looks at it for another's sake.
 
-One kernel does for prompts and for decoding, with keys that lie together or in pages. A program owns BLOCK_M rows, the
-queries of all heads that share a key head, and walks over the parts. With SPLIT, for few queries, each part is a program's,
+One kernel does for prompts and for decoding, with keys that lie together or in pages; parts of a packed sequence begin where it
+does, so that its rows are the bits of the sequence alone. A program owns BLOCK_M rows, the
+queries of all heads that share a key head, and walks over the parts. Split, for few queries, each part is a program's,
 which leaves its sums in a workspace; the last program of a tile joins them, in the same order with the same operations. So
 which of the two is launched does not show in the result, and may depend on what is idle.
 
-Bytes: as in ``kernels_decode.py``, and with SPLIT 4 (D + 2) a row and part twice more.
+Bytes: as in ``kernels_decode.py``, and where keys are split 4 (D + 2) a row and part twice more.
 
 Not handled: gradients, which ``kernels.py`` has; tensor descriptors, that prompts would like.
 """
 
 from kernelbook import runtime  # before Triton, which it sets up
-from kernelbook.attention.kernels import _capped, _with_sink, block_d
+from kernelbook.attention.kernels import _capped, _last_key, _packed, _packed_in, _with_sink, block_d
 from kernelbook.attention.kernels_decode import Rows, _tile_of
 from kernelbook.tiles import dot, is_last_share
 
@@ -25,6 +26,17 @@ import triton
 import triton.language as tl
 
 # --- device helpers -------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _keys(first_query, stop, diagonal, length, window, CAUSAL: tl.constexpr, BLOCK_N: tl.constexpr):
+    """-> first, last: the keys from ``first`` to ``last`` are all that some query from ``first_query`` to ``stop`` sees."""
+    first, last = 0, length
+    if CAUSAL:
+        last = tl.maximum(tl.minimum(stop + diagonal, length), 0)
+    if window is not None:
+        first = tl.maximum(first_query + diagonal - window + 1, 0) // BLOCK_N * BLOCK_N
+    return first, last
 
 
 @triton.jit
@@ -101,17 +113,18 @@ def _flash_attention_same_bits_kernel(
     v_ptr, stride_vb, stride_vh, stride_vn, stride_vd,  # the same of values
     o_ptr, stride_ob, stride_oh, stride_on,  # (B, H, N, D) output, columns contiguous
     lse_ptr,  # (B, H, N) log2 of the sum of exp2(score), +inf where no key is seen, or None
-    lengths_ptr,  # (B,) keys that exist, or None: all of them
+    lengths_ptr,  # (B,) keys that exist, or None: all of them; (P + 1,) boundaries, if PACKED
     table_ptr, stride_tb,  # (B, S / PAGE) pages, columns contiguous, or None
     partial_ptr,  # (tiles, parts, ROWS, D), then twice (tiles, parts, ROWS), or None: a program has all parts of its rows
     semaphores_ptr,  # (tiles,) int32, zero before and after, or None
     H, N, S,
-    P, window,  # each a number or None
+    P,  # pages, or None; sequences, if PACKED
+    window,  # a number or None
     scale,  # with log2(e)
     sinks_ptr,  # (H,) logits, or None
     D: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr,
     SOFTCAP: tl.constexpr,  # with log2(e); 0: none
-    PAGE: tl.constexpr, PRECISION: tl.constexpr,
+    PACKED: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr,  # that are kept of a part
     PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -122,7 +135,7 @@ def _flash_attention_same_bits_kernel(
     first_row = (blocks - 1 - tile // heads) * BLOCK_M  # the last queries, which see most, come first
     b, h_kv = head // (H // GROUP), head % (H // GROUP)
     length = S
-    if lengths_ptr is not None:
+    if lengths_ptr is not None and not PACKED:
         length = tl.minimum(tl.maximum(tl.load(lengths_ptr + b), 0), S).to(tl.int32)
     k = Rows(k_ptr, stride_kb, stride_kh, stride_kn, stride_kd)
     v = Rows(v_ptr, stride_vb, stride_vh, stride_vn, stride_vd)
@@ -142,30 +155,33 @@ def _flash_attention_same_bits_kernel(
     o_ptrs += n.to(tl.int64)[:, None] * stride_on + offs_d[None, :]
     every_row = (b.to(tl.int64) * H + h) * N + n
 
-    # The keys from ``first`` to ``last`` are all that some row of the tile sees.
-    diagonal = length - N
-    last_seen = n + diagonal if CAUSAL else tl.zeros((BLOCK_M,), tl.int32) + length - 1
-    first, last = 0, length
-    if CAUSAL:
-        last_query = (tl.minimum(first_row + BLOCK_M, GROUP * N) - 1) // GROUP
-        last = tl.maximum(tl.minimum(last_query + diagonal + 1, length), 0)
-    if window is not None:
-        first = tl.maximum(first_row // GROUP + diagonal - window + 1, 0) // BLOCK_N * BLOCK_N
-    first_part, parts = first // PART, tl.cdiv(last, PART)
-
+    first_query, stop = first_row // GROUP, (tl.minimum(first_row + BLOCK_M, GROUP * N) - 1) // GROUP + 1
+    last_seen = n + length - N if CAUSAL else tl.zeros((BLOCK_M,), tl.int32) + length - 1
+    acc = tl.zeros((BLOCK_M, BLOCK_D), ACC)
+    l = tl.zeros((BLOCK_M,), ACC)
+    m = tl.full((BLOCK_M,), float("-inf"), ACC)
     if partial_ptr is None:
-        acc = tl.zeros((BLOCK_M, BLOCK_D), ACC)
-        l = tl.zeros((BLOCK_M,), ACC)
-        m = tl.full((BLOCK_M,), float("-inf"), ACC)
-        for part in range(first_part, parts):
-            part_acc, part_l, part_m = _of_part(
-                q, k, v, table_ptr, b, h_kv, last_seen,
-                tl.maximum(part * PART, first), tl.minimum((part + 1) * PART, last), P, window, scale,
-                D, PAGE, SOFTCAP, ACC, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D,
-            )  # fmt: skip
-            acc, l, m = _joined(acc, l, m, part_acc, part_l, part_m)
+        low, high = 0, 1
+        if PACKED:
+            low, high = _packed_in(lengths_ptr, 1, P, first_query, stop)
+        for sequence in range(low, high):
+            if PACKED:
+                begin, end = _packed(lengths_ptr, 1, sequence, N)
+                diagonal, keys, last_key = 0, end - begin, _last_key(n, begin, end, CAUSAL)
+            else:
+                begin, diagonal, keys, last_key = 0, length - N, length, last_seen
+            first, last = _keys(first_query - begin, stop - begin, diagonal, keys, window, CAUSAL, BLOCK_N)
+            for part in range(first // PART, tl.cdiv(last, PART)):
+                part_acc, part_l, part_m = _of_part(
+                    q, k, v, table_ptr, b, h_kv, last_key,
+                    begin + tl.maximum(part * PART, first), begin + tl.minimum((part + 1) * PART, last), P, window, scale,
+                    D, PAGE, SOFTCAP, ACC, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D,
+                )  # fmt: skip
+                acc, l, m = _joined(acc, l, m, part_acc, part_l, part_m)
         _finish(o_ptrs, mask, lse_ptr, sinks_ptr, every_row, h, exists, acc, l, m)
     else:
+        first, last = _keys(first_query, stop, length - N, length, window, CAUSAL, BLOCK_N)
+        first_part, parts = first // PART, tl.cdiv(last, PART)
         part, most = tl.program_id(1), tl.num_programs(1)
         parts = tl.maximum(parts, first_part + 1)  # where nothing is seen one program says so
         if (part >= first_part) & (part < parts):
@@ -184,9 +200,6 @@ def _flash_attention_same_bits_kernel(
             tl.store(sums_ptrs + part * ROWS, part_l, mask=kept)
             tl.store(sums_ptrs + all_rows + part * ROWS, part_m, mask=kept)
             if is_last_share(semaphores_ptr + tile, parts - first_part):
-                acc = tl.zeros((BLOCK_M, BLOCK_D), ACC)
-                l = tl.zeros((BLOCK_M,), ACC)
-                m = tl.full((BLOCK_M,), float("-inf"), ACC)
                 # ".cg": from the L2 cache, where the other programs' stores are; this SM's own cache may be stale.
                 for other in range(first_part, parts):
                     part_acc = tl.load(acc_ptrs + other * ROWS * D, mask=acc_mask, other=0.0, cache_modifier=".cg")
