@@ -9,7 +9,7 @@ import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
-from kernelbook.attention import kernels_hopper, kernels_hopper_128
+from kernelbook.attention import kernels_hopper
 from kernelbook.lab.gluon_memory import GluonError, Program, make_tensor
 from kernelbook.packed import kernels
 
@@ -72,13 +72,10 @@ def _table(*values: np.ndarray) -> list[np.ndarray]:
 
 def _ask(counter: Any) -> Any:
     """Programs run one after the other: what a counter is not yet, it never becomes."""
-    program, asked = Program.current, counter.handle.data.item()
-    here = program.here.notes
+    here, asked = Program.current.here.notes, counter.handle.data.item()
     if here.get("asked", 0) == asked:
         raise GluonError("deadlock", "a program waits for a turn that nobody will pass on to it")
-    here["asked"], here["ordered"] = asked, False
-    if _is_ordered not in program.at_store:
-        program.at_store.append(_is_ordered)
+    here["asked"] = asked
     return tl.atomic_add(counter, 0, sem="acquire", _semantic=interpreter.interpreter_semantic)
 
 
@@ -89,20 +86,9 @@ def _pass(counter: Any, turn: Any) -> Any:
     return tl.atomic_xchg(counter, turn, sem="release", _semantic=interpreter.interpreter_semantic)
 
 
-def _is_ordered() -> None:
-    if not Program.current.here.notes.get("ordered", True):
-        raise GluonError("missing fence", "what the last program has written may come after what is added to it")
-
-
-def _before_tma(_counter: Any) -> None:
-    Program.current.here.notes["ordered"] = True
-
-
 _TURNS: dict[str, Callable[..., Any]] = {
     kernels_hopper.ASK.value: _ask,
     kernels_hopper.PASS.value: _pass,
-    kernels_hopper_128.BEFORE_TMA.value: _before_tma,
-    kernels_hopper_128.PASS_WRITTEN.value: _pass,
 }
 
 

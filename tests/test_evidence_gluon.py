@@ -265,6 +265,7 @@ ATTENTION = (
     (128, False, 1, 4, 2, 90, 75, (16, 16, 2, 2, True)),
     (80, True, 2, 2, 2, 70, 70, (16, 16, 2, 3, True)),
     (80, False, 1, 4, 2, 40, 130, (16, 16, 2, 3, True)),
+    (96, True, 1, 4, 2, 100, 130, (16, 16, 2, 2, True)),
 )
 
 
@@ -274,13 +275,14 @@ def test_attention(problem: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) ->
     d, causal, b, h, h_kv, n, s, (rows, block_n, warpgroups, stages, overlap) = problem
     width = triton.next_power_of_2(d)
     blocks = {"BLOCK_D": width, "ROWS": rows, "STAGES": stages}
+    forward = blocks | {"BLOCK_N": block_n, "WARPGROUPS": warpgroups, "OVERLAP": overlap, "REST": 0}
     configs = {
-        "fwd": blocks | {"BLOCK_N": block_n, "WARPGROUPS": warpgroups, "OVERLAP": overlap},
-        "dkdv": blocks | {"BLOCK_M": 16},
+        "fwd": forward | ({"BLOCK_D": 64, "REST": d - 64} if 64 < d < 128 else {}),
+        "dkdv": blocks | {"BLOCK_M": 16, "DQ": False, "DS_STAGES": 0},
         "dq": blocks | {"BLOCK_N": block_n},
-        "bwd": blocks | {"BLOCK_M": 16, "DS_STAGES": 2},
+        "bwd": blocks | {"BLOCK_M": 16, "DQ": True, "DS_STAGES": 2},
     }
-    at_once = (d == 32 and s >= n) or (64 < d <= 128 and not (causal and h > h_kv))
+    at_once = d == 32 and s >= n
     launched = []
 
     def config(kernel: str, *_: Any) -> triton.Config:
@@ -289,9 +291,9 @@ def test_attention(problem: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) ->
         launched.append(kernel)
         return triton.Config(configs[kernel], num_warps=4)
 
-    def grid(num_blocks: int, heads: int, width: int, causal: bool, num_sms: int) -> tuple[int, bool]:
-        paired = causal and num_blocks % 2 == 0
-        return min(3, num_blocks * heads // (1 + paired)), paired  # programs that stay for several blocks
+    def grid(num_blocks: int, heads: int, width: int, causal: bool, num_sms: int) -> tuple[int, int]:
+        order = 1 + num_blocks % 2 if causal else 0
+        return min(3, num_blocks * heads // (1 + order % 2)), order  # programs that stay for several blocks
 
     monkeypatch.setattr(hopper, "config", config)
     monkeypatch.setattr(hopper, "forward_grid", grid)
