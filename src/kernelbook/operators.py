@@ -17,6 +17,7 @@ private parts.
 import functools
 import hashlib
 import threading
+from collections import namedtuple
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -142,6 +143,12 @@ def _key_function(name: str, parameters: Sequence[Any]) -> Callable[..., tuple[A
 _libraries: dict[str, torch.library.Library] = globals().get("_libraries", {})
 
 
+def named_arguments(parameters: str) -> Any:
+    """Return the class of named tuples that hold the arguments of an operator, as its schema lists them."""
+    schema = torch._C.parse_schema(f"{NAMESPACE}::call({parameters}) -> ()")
+    return namedtuple("Call", [parameter.name for parameter in schema.arguments])
+
+
 class Op:
     """One operator: ``kernelbook::<name>`` to PyTorch's dispatcher, and the short way to its kernels where nobody watches.
 
@@ -165,8 +172,8 @@ class Op:
             ``None``. A cache that grows by a token in each call is the case that it is for.
         backward: ``backward(call, *gradients)`` returns the gradients of the tensor arguments, or of the first of them.
             ``call.saved`` and ``call.kept`` are tuples in the order of the names; ``call.wanted`` has for each tensor argument the
-            dtype of its gradient, ``None`` where none is wanted; plain arguments are attributes. Without ``backward``, to
-            differentiate the operator is an error.
+            dtype of its gradient, ``None`` where none is wanted; plain arguments are attributes, and together ``call.plain``.
+            Without ``backward``, to differentiate the operator is an error.
     """
 
     def __init__(
@@ -228,6 +235,19 @@ class Op:
             return _Recorded.apply((self, plan, given), *map(given.__getitem__, self._tensors))
         outputs = self.execute(plan, given)
         return outputs[0] if self.results == 1 else outputs[: self.results]
+
+    def check_once(self, *args: Any) -> None:
+        """Check a call that PyTorch's own functions answer: once for each kind of call, as where a plan is made."""
+        if is_dynamo_compiling():
+            return
+        try:
+            key = None if needs_dispatcher() else self._key(*args)
+        except (AttributeError, RuntimeError, TypeError):  # no tensors, or some without memory
+            key = None
+        if key is None or key not in _plans:
+            self.check(*args)
+            if key is not None:
+                _keep_plan(key, None)
 
     def _new_plan(self, key: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
         kind = self.kind(*args)
@@ -381,6 +401,7 @@ class Op:
             saved=saved,
             kept=ctx.kept,
             wanted=[dtype if need else None for dtype, need in zip(ctx.dtypes, needs, strict=True)],
+            plain=ctx.plain,
             **dict(zip(self._names_plain, ctx.plain, strict=True)),
         )
         if ctx.same_bits == runtime.in_same_bits() and not _autocasts():

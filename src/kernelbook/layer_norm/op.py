@@ -12,8 +12,6 @@ from kernelbook.layer_norm import kernels
 from kernelbook.memory import accumulator, empty, tl_accumulator
 from kernelbook.operators import Op
 
-__all__ = ["layer_norm", "rms_norm"]
-
 EPS = "a number that is not negative"
 
 
@@ -52,8 +50,7 @@ def layer_norm(
         raise ValueError(f"layer_norm: take kernelbook.study.layer_norm_with_locks, got backward={backward!r}")
     if normalized_shape is not None:
         return _over_several(x, weight, bias, eps, normalized_shape)
-    if type(eps) is not float:
-        eps = arguments.number("layer_norm", "eps", eps, EPS)
+    eps = arguments.number("layer_norm", "eps", eps, EPS)
     return _norm(x, None, weight, bias, eps, None, True)[0]  # type: ignore[no-any-return]
 
 
@@ -93,8 +90,7 @@ def rms_norm(
         TypeError: an argument is not a tensor of a supported dtype, or ``eps`` not a number.
         ValueError: ``weight`` or ``residual`` has another shape or device, or ``eps`` another value.
     """
-    if type(eps) is not float:
-        eps = arguments.number("rms_norm", "eps", eps, EPS)
+    eps = arguments.number("rms_norm", "eps", eps, EPS)
     if residual is None:
         return _norm(x, None, weight, None, eps, None, False)[0]  # type: ignore[no-any-return]
     return _norm_of_sum(x, residual, weight, None, eps, None, False)  # type: ignore[no-any-return]
@@ -114,9 +110,8 @@ def _over_several(
         if vector is not None:
             arguments.check_tensor("layer_norm", name, vector)
             arguments.check_shape("layer_norm", name, vector, shape)
-    rows = x.reshape(*x.shape[: x.ndim - len(shape)], math.prod(shape))
-    weight, bias = (None if vector is None else vector.reshape(-1) for vector in (weight, bias))
-    return layer_norm(rows, weight, bias, eps).view(x.shape)
+    weight, bias = (None if vector is None else vector.flatten() for vector in (weight, bias))
+    return layer_norm(x.flatten(-len(shape)), weight, bias, eps).view(x.shape)
 
 
 def in_float32(_: torch.dtype, x: Any, residual: Any, weight: Any, bias: Any, eps: float, *others: Any) -> Any:
@@ -244,9 +239,6 @@ def _outputs_backward(
 
 
 class _BackwardPlan(NamedTuple):
-    rows: int
-    columns: int
-    strides: tuple[int, int, int]  # from row to row of x, dy and dsum
     launch: Launch
     grid: tuple[int, int]
     partials: tuple[int, int] | None  # the shape of the programs' sums, which another kernel adds up
@@ -262,10 +254,9 @@ def _plan_backward(
         return None
     x, dy, dsum, weight = in_rows(x), in_rows(dy), in_rows(dsum), dense(weight)
     m, n, itemsize = x.numel() // x.shape[-1], x.shape[-1], x.element_size()
-    strides = row_stride(x), row_stride(dy), row_stride(dsum)
     # What Triton's launcher looks at before it widens loads.
     on_16_bytes = all(t is None or t.data_ptr() % 16 == 0 for t in (x, dy, weight, statistics, dsum))
-    aligned = on_16_bytes and not any(step % 16 for step in (*strides, n))
+    aligned = on_16_bytes and not any(step % 16 for step in (*map(row_stride, (x, dy, dsum)), n))
     properties = runtime.properties(x.device)
     tiles = kernels.plan_backward(n, itemsize, aligned, 2 if has_mean else 1, dsum is not None, properties)
     config, total = tiles.config, kernels.SUM_CONFIG
@@ -280,20 +271,20 @@ def _plan_backward(
     launch_sum = launcher(kernels._layer_norm_bwd_sum_kernel, **both, **total.kwargs, num_warps=total.num_warps)
     sum_grid = (cdiv(n, total.kwargs["BLOCK_N"]), 1 if db is None else 2)
     partials = (programs, n) if (dw or db) and (programs > 1 or split is None) else None
-    return _BackwardPlan(m, n, strides, launch, (programs, split or 1), partials, launch_sum, sum_grid)
+    return _BackwardPlan(launch, (programs, split or 1), partials, launch_sum, sum_grid)
 
 
 def _run_backward(
     plan: _BackwardPlan, outputs: tuple[Any, ...], dy: torch.Tensor, x: torch.Tensor, weight: Any,
     statistics: torch.Tensor, dsum: Any, eps: float, *wanted: Any,
 ) -> None:  # fmt: skip
-    dx, dw, db = outputs
+    (dx, dw, db), (to_dw, to_db) = outputs, outputs[1:]
     x, dy, dsum, weight = in_rows(x), in_rows(dy), in_rows(dsum), dense(weight)
-    m, n, (x_stride, dy_stride, dsum_stride), to_dw, to_db = plan.rows, plan.columns, plan.strides, dw, db
+    m, n = x.numel() // x.shape[-1], x.shape[-1]
     if plan.partials is not None:
         to_dw, to_db = (None if d is None else empty(plan.partials, statistics.dtype, x) for d in (dw, db))
     plan.launch(
-        plan.grid, x, x_stride, dy, dy_stride, weight, statistics, dx, dsum, dsum_stride, to_dw, to_db, m, n
+        plan.grid, x, row_stride(x), dy, row_stride(dy), weight, statistics, dx, dsum, row_stride(dsum), to_dw, to_db, m, n
     )  # fmt: skip
     if plan.partials is not None:
         plan.launch_sum(plan.sum_grid, to_dw, to_db, dw, db, plan.partials[0], n)

@@ -1,14 +1,12 @@
 """Public functions, then two operators: the block of listed neurons, or its first product alone, and the gradients of both."""
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch.compiler import is_dynamo_compiling
 
 from kernelbook import arguments, runtime  # before Triton, which it sets up
 from kernelbook.launch import Launch, cdiv, launcher
@@ -17,8 +15,6 @@ from kernelbook.memory import accumulator, counters, empty, tl_accumulator
 from kernelbook.operators import Op
 from kernelbook.scatter_ffn import kernels
 from kernelbook.tensors import has_aligned_rows, matrix, strided
-
-__all__ = ["ACTIVATIONS", "check_ffn", "ffn_backward", "gather_matmul", "scatter_ffn"]
 
 _FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": F.relu,
@@ -100,8 +96,7 @@ def scatter_ffn(
     x, w_up, w_down, w_gate, b_up, b_gate, b_down = arguments.in_autocast_dtype(
         x, w_up, w_down, w_gate, b_up, b_gate, b_down
     )
-    if not is_dynamo_compiling():
-        check_ffn("scatter_ffn", x, w_up, w_down, w_gate, b_up, b_gate, b_down, neurons, activation)
+    _ffn.check_once(x, w_up, w_down, w_gate, b_up, b_gate, b_down, neurons, activation)
     act, h = _FUNCTIONS[activation], linear(x, w_up, b_up)
     h = act(h) if w_gate is None else act(linear(x, w_gate, b_gate)) * h
     return linear(h, w_down.t(), b_down)
@@ -110,8 +105,7 @@ def scatter_ffn(
 # --- a product with listed rows, up or down -------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class _Product:
+class _Product(NamedTuple):
     """A product with listed rows, up or down."""
 
     activation: str | None = None
@@ -142,16 +136,16 @@ def _plan_up(
         return _Product(activation)
     assert tiles.up is not None
     blocks, is_vector = tiles.up.kwargs, tiles.strategy == "vector"
-    acc = tl_accumulator(weights[0].dtype)
-    constants = {"ACTIVATION": activation or "none", "ACC": acc, "PDL": pdl, "num_warps": tiles.up.num_warps}
-    if is_vector:
-        if not all(_wide(weight) for weight in weights if weight is not None):
-            blocks = {**blocks, "BLOCK_K": min(blocks["BLOCK_K"], 512)}  # loads of one element: fewer at a time
-        launch = launcher(kernels._gather_matmul_fwd_vector_kernel, repeatable=True, **constants, **blocks)
-        return _Product(activation, launch, (cdiv(columns, blocks["BLOCK_L"]),), tiles.up_split, is_vector)
-    num_tiles = cdiv(m, blocks["BLOCK_M"]) * cdiv(columns, blocks["BLOCK_L"])
-    launch = launcher(kernels._gather_matmul_fwd_tiles_kernel, **constants, **blocks)
-    return _Product(activation, launch, (num_tiles, tiles.up_split), tiles.up_split, is_vector)
+    kernel, grid = kernels._gather_matmul_fwd_vector_kernel, (cdiv(columns, blocks["BLOCK_L"]),)
+    if not is_vector:
+        kernel, grid = kernels._gather_matmul_fwd_tiles_kernel, (grid[0] * cdiv(m, blocks["BLOCK_M"]), tiles.up_split)
+    elif not all(_wide(weight) for weight in weights if weight is not None):
+        blocks = {**blocks, "BLOCK_K": min(blocks["BLOCK_K"], 512)}  # loads of one element: fewer at a time
+    launch = launcher(
+        kernel, ACTIVATION=activation or "none", ACC=tl_accumulator(weights[0].dtype), PDL=pdl, **blocks,
+        num_warps=tiles.up.num_warps, repeatable=is_vector,
+    )  # fmt: skip
+    return _Product(activation, launch, grid, tiles.up_split, is_vector)
 
 
 def _plan_down(tiles: kernels.Plan, m: int, weight: torch.Tensor, pdl: bool = False) -> _Product:
@@ -160,16 +154,13 @@ def _plan_down(tiles: kernels.Plan, m: int, weight: torch.Tensor, pdl: bool = Fa
         return _Product()
     assert tiles.down is not None
     blocks, split, is_vector = tiles.down.kwargs, tiles.down_split, tiles.strategy == "vector"
-    constants = {"ACC": tl_accumulator(weight.dtype), "PDL": pdl, "num_warps": tiles.down.num_warps}
-    constants |= {"launch_pdl": True} if pdl else {}
-    columns = cdiv(weight.shape[1], blocks["BLOCK_C"])
-    if is_vector:
-        launch = launcher(kernels._scatter_ffn_fwd_down_vector_kernel, **constants, **blocks)
-        return _Product(None, launch, (columns, split), split, is_vector)
-    if not (pdl and _wide(weight)):
-        blocks = {**blocks, "AHEAD": 0}
-    launch = launcher(kernels._scatter_ffn_fwd_down_tiles_kernel, **constants, **blocks)
-    return _Product(None, launch, (cdiv(m, blocks["BLOCK_M"]) * columns, split), split, is_vector)
+    kernel, results = kernels._scatter_ffn_fwd_down_vector_kernel, cdiv(weight.shape[1], blocks["BLOCK_C"])
+    if not is_vector:
+        kernel, results = kernels._scatter_ffn_fwd_down_tiles_kernel, results * cdiv(m, blocks["BLOCK_M"])
+        blocks = blocks if pdl and _wide(weight) else {**blocks, "AHEAD": 0}
+    options = {"num_warps": tiles.down.num_warps, **({"launch_pdl": True} if pdl else {})}
+    launch = launcher(kernel, ACC=tl_accumulator(weight.dtype), PDL=pdl, **blocks, **options)
+    return _Product(None, launch, (results, split), split, is_vector)
 
 
 def _run_up(
@@ -291,49 +282,32 @@ def _run_hidden(
 # What PyTorch computes, here and below, goes to ``out=``, which autocast leaves alone.
 
 
-def _check_gather(x: Any, weight: Any, bias: Any, rows: Any, activation: Any) -> None:
-    op = "gather_matmul"
-    arguments.check_linear(op, x, "weight", weight)
-    if activation is not None:
-        arguments.check_choice(op, "activation", activation, ACTIVATIONS)
-    arguments.check_indices(op, "rows", rows)
-    arguments.check_alike(op, x, bias=(bias, weight.shape[:1]))
-    arguments.check_same_device(op, x=x, rows=rows)
-
-
-@arguments.once
-def check_ffn(
-    op: str, x: Any, w_up: Any, w_down: Any, w_gate: Any, b_up: Any, b_gate: Any, b_down: Any, neurons: Any, activation: Any
+def check(
+    x: Any, w_up: Any, w_down: Any, w_gate: Any, b_up: Any, b_gate: Any, b_down: Any, neurons: Any, activation: Any,
+    op: str = "scatter_ffn",
 ) -> None:  # fmt: skip
-    """Raise unless the arguments are right for a block of the public function ``op``."""
-    arguments.check_linear(op, x, "w_up", w_up)
+    """Raise unless the arguments are right for a block of the public function ``op``, or without ``w_down`` for the other one."""
+    up, bias, ids, choices, down = "w_up", "b_up", "neurons", (*ACTIVATIONS,), ()
+    if w_down is None:
+        op, up, bias, ids, choices = "gather_matmul", "weight", "bias", "rows", (*ACTIVATIONS, None)
+    arguments.check_linear(op, x, up, w_up)
     n = w_up.shape[0]
-    arguments.check_tensor(op, "w_down", w_down)
-    if w_down.ndim != 2 or w_down.shape[0] != n:
-        raise ValueError(f"{op}: w_down must have shape ({n}, K_out), one row a neuron, got {tuple(w_down.shape)}")
+    if w_down is not None:
+        arguments.check_tensor(op, "w_down", w_down)
+        down = w_down.shape
+        if len(down) != 2 or down[0] != n:
+            raise ValueError(f"{op}: w_down must have shape ({n}, K_out), one row a neuron, got {tuple(down)}")
     if b_gate is not None and w_gate is None:
         raise ValueError(f"{op}: b_gate must be None where w_gate is None, got a tensor")
-    arguments.check_choice(op, "activation", activation, ACTIVATIONS)
-    arguments.check_alike(
-        op, x, w_down=(w_down, w_down.shape), w_gate=(w_gate, w_up.shape), b_up=(b_up, (n,)), b_gate=(b_gate, (n,)),
-        b_down=(b_down, w_down.shape[1:]),
-    )  # fmt: skip
-    if neurons is not None:
-        arguments.check_indices(op, "neurons", neurons)
-        arguments.check_same_device(op, x=x, neurons=neurons)
+    arguments.check_choice(op, "activation", activation, choices)
+    shapes = {"w_down": (w_down, down), "w_gate": (w_gate, w_up.shape), bias: (b_up, (n,)), "b_gate": (b_gate, (n,))}
+    arguments.check_alike(op, x, **shapes, b_down=(b_down, down[1:]))
+    if neurons is not None or w_down is None:
+        arguments.check_indices(op, ids, neurons)
+        arguments.check_same_device(op, x=x, **{ids: neurons})
 
 
-def _check(
-    x: Any, w_up: Any, w_down: Any, w_gate: Any, b_up: Any, b_gate: Any, b_down: Any, neurons: Any, activation: Any
-) -> None:
-    if w_down is None:
-        _check_gather(x, w_up, b_up, neurons, activation)
-    else:
-        check_ffn("scatter_ffn", x, w_up, w_down, w_gate, b_up, b_gate, b_down, neurons, activation)
-
-
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class _Plan:
+class _Plan(NamedTuple):
     """What is decided for a kind of forward or backward pass."""
 
     columns: int  # of h; 0: no neuron is listed
@@ -375,10 +349,8 @@ def _run(
         _run_down(plan.down, y, h, w_down, b_down, neurons)
 
 
-def _outputs(
-    x: torch.Tensor, w_up: torch.Tensor, w_down: Any, w_gate: Any, b_up: Any, b_gate: Any, b_down: Any,
-    neurons: torch.Tensor, _: Any,
-) -> tuple[torch.Tensor]:  # fmt: skip
+def _outputs(x: torch.Tensor, w_up: torch.Tensor, w_down: Any, *others: Any) -> tuple[torch.Tensor]:
+    *_, neurons, _ = others
     columns = neurons.shape[0] if w_down is None else w_down.shape[1]
     return (empty((*x.shape[:-1], columns), x.dtype, x),)
 
@@ -479,8 +451,8 @@ def _place(rows: torch.Tensor, n: int, pairs: Sequence[tuple[torch.Tensor, torch
 
 _ffn = Op(
     "scatter_ffn(Tensor x, Tensor w_up, Tensor? w_down, Tensor? w_gate, Tensor? b_up, Tensor? b_gate, Tensor? b_down, "
-    "Tensor neurons, str? activation) -> Tensor",
-    check=_check,
+    "Tensor? neurons, str? activation) -> Tensor",
+    check=check,
     outputs=_outputs,
     plan=_plan,
     run=_run,
@@ -492,7 +464,6 @@ _ffn = Op(
 ffn_backward = Op(
     "scatter_ffn_backward(Tensor dy, Tensor x, Tensor w_up, Tensor? w_down, Tensor? w_gate, Tensor? b_up, Tensor? b_gate, "
     "Tensor neurons, str? activation, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    check=lambda *_: None,
     outputs=_outputs_backward,
     plan=_plan_backward,
     run=_run_backward,

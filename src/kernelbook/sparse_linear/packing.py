@@ -10,11 +10,6 @@ from kernelbook.memory import accumulator, empty, tl_accumulator
 from kernelbook.sparse_linear import kernels
 from kernelbook.tensors import strided
 
-# isort: split
-import triton
-
-__all__ = ["Chunks", "pack", "place", "run_packed"]
-
 
 class Chunks(NamedTuple):
     """The chunks, and whether the columns of Y and dY, the rows of W, and those of dW and db are the active ones only."""
@@ -94,7 +89,7 @@ def place(
     launch = launcher(
         kernels._sparse_linear_place_kernel,
         CHUNK=chunks.size, COMPACT=compact, SPLIT=split, ACC=tl_accumulator((total if target is None else target).dtype),
-        BLOCK_N=triton.next_power_of_2(chunks.size), BLOCK_M=kernels.PLACE_BLOCK_M, num_warps=8,
+        BLOCK_N=1 << (chunks.size - 1).bit_length(), BLOCK_M=kernels.PLACE_BLOCK_M, num_warps=8,
     )  # fmt: skip
     launch(
         (chunks.listed if compact else chunks.total, max(1, cdiv(m, kernels.PLACE_BLOCK_M))),
