@@ -178,7 +178,7 @@ class _FakeKernel:
     def __getitem__(self, grid: Any) -> Any:
         def run(*args: Any, **constants: Any) -> Any:
             self.by_triton.append((grid, args))
-            key = f"{args[0].dtype} {args[0].data_ptr() % 16} {launch._integer_kinds[args[1]]}"
+            key = f"{args[0].dtype} {args[0].data_ptr() % 16} {launch._integer_kind(args[1])}"
             cache = self.device_caches[self.device][0]
             if key not in cache:
                 called = functools.partial(self._call, f"device {self.device}: {key}")

@@ -156,20 +156,21 @@ PLANS += [_plan(128, 64, 64, 1, True), _plan(64, 32, 128, 1, True), _plan(32, 32
 )
 @pytest.mark.parametrize("dtype", (torch.float16, torch.float64), ids=label)
 @pytest.mark.parametrize("wanted", ("dw", "dx", "both", "compact"))
-def test_every_way_to_cut_the_work(plan: kernels.Plan, dtype: torch.dtype, wanted: str) -> None:
+@pytest.mark.usefixtures("_forgotten")
+def test_every_way_to_cut_the_work(
+    plan: kernels.Plan, dtype: torch.dtype, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if runtime.DEVICE.type == "cuda" and dtype == torch.float64:
         pytest.skip("on a GPU float64 goes through cuBLAS")
     m, d_in, d_out, chunk = 100, 72, 304, 64
     x, weight, dy = randn(m, d_in, dtype=dtype), randn(d_out, d_in, dtype=dtype), randn(m, d_out, dtype=dtype)
     ids = _chunks(d_out, chunk, 3)
     with_dw, with_dx, compact = wanted != "dx", wanted != "dw", wanted == "compact"
-    rows = 3 * chunk if compact else d_out
+    monkeypatch.setattr(kernels, "strategy", lambda *_: "tiles")
+    monkeypatch.setattr(kernels, "plan_backward", lambda *_: plan)
+    needs = (with_dx, with_dw, with_dw)
     with check.poisoned_empty():
-        dx = torch.empty_like(x) if with_dx else None
-        dw, db = (x.new_empty(rows, d_in), x.new_empty(rows)) if with_dw else (None, None)
-        chunks = packing.Chunks(chunk, d_out, dw_compact=compact, listed=3)
-        tiles = op._plan_tiles(plan, chunks, m, d_in, with_dx, with_dw)
-        op._run_tiles(tiles, ids, dy, x, weight, dx, dw, db)
+        dx, dw, db = op.products(dy, x, weight, ids, chunk, None, False, False, compact, needs)
     tolerance = 2e-3 if dtype == torch.float16 else 1e-13
     if with_dw:
         exact = sparse_dw_reference(x.double(), dy.double(), ids, chunk_size=chunk, compact=compact)

@@ -191,10 +191,10 @@ def check_index_values(op: str, name: str, value: torch.Tensor, upper: int | Non
             raise ValueError(f"{op}: {name} must not repeat an entry, got {int(ids[counts > 1][0])} more than once")
 
 
-def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
-    """Autocast's dtype on the tensor's device; ``None`` where it is off."""
+def autocast_dtype(tensor: Any) -> torch.dtype | None:
+    """Autocast's dtype on the tensor's device; ``None`` where it is off, and for what is no tensor."""
     # PyTorch knows no autocast for meta tensors, and asking raises.
-    if tensor.is_meta or not torch.is_autocast_enabled(tensor.device.type):
+    if not isinstance(tensor, torch.Tensor) or tensor.is_meta or not torch.is_autocast_enabled(tensor.device.type):
         return None
     return torch.get_autocast_dtype(tensor.device.type)
 
@@ -207,6 +207,5 @@ def lowered(arg: Any, dtype: torch.dtype) -> Any:
 
 def in_autocast_dtype(*tensors: Any) -> tuple[Any, ...]:
     """Return ``tensors`` as :func:`lowered` does where autocast is on for the first one's device."""
-    first = tensors[0]
-    dtype = autocast_dtype(first) if isinstance(first, torch.Tensor) else None
+    dtype = autocast_dtype(tensors[0])
     return tensors if dtype is None else tuple(lowered(tensor, dtype) for tensor in tensors)

@@ -31,21 +31,6 @@ import torch
 
 from kernelbook import memory
 
-__all__ = [
-    "ELEMENT_FACTOR",
-    "ELEMENT_FLOOR",
-    "FLOOR",
-    "FORWARD_FACTOR",
-    "GRADIENT_FACTOR",
-    "CheckError",
-    "Verdict",
-    "check_op",
-    "compare",
-    "largest_error",
-    "poisoned_empty",
-    "relative_error",
-]
-
 FORWARD_FACTOR = 2.0
 GRADIENT_FACTOR = 3.0
 ELEMENT_FACTOR = 8.0
@@ -147,16 +132,12 @@ def compare(
     baseline: torch.Tensor,
     *,
     factor: float = FORWARD_FACTOR,
-    floor: float | None = None,
 ) -> Verdict:
-    """Compare ``out`` with ``baseline`` (plain PyTorch in the dtype of ``out``), both against ``ref`` (float64).
-
-    ``floor`` is that of many elements, ``FLOOR[out.dtype]`` by default.
-    """
+    """Compare ``out`` with ``baseline`` (plain PyTorch in the dtype of ``out``), both against ``ref`` (float64)."""
     if out.dtype != baseline.dtype:
         raise CheckError(f"{name}: the result has dtype {out.dtype}, PyTorch's {baseline.dtype}")
-    floor = FLOOR[out.dtype] if floor is None else floor
-    floor *= max(1.0, ELEMENT_FACTOR / math.sqrt(max(out.numel(), 1)))  # PyTorch's error of few numbers is luck
+    # PyTorch's error of few numbers is luck.
+    floor = FLOOR[out.dtype] * max(1.0, ELEMENT_FACTOR / math.sqrt(max(out.numel(), 1)))
     baseline_error = relative_error(baseline, ref)
     if not math.isfinite(baseline_error):
         raise CheckError(f"{name}: plain PyTorch gives no finite result here, so there is nothing to compare with")
@@ -240,7 +221,6 @@ def check_op(
     grads: Sequence[str] = (),
     baseline: Callable[..., Any] | None = None,
     forward_factor: float = FORWARD_FACTOR,
-    gradient_factor: float = GRADIENT_FACTOR,
     require: bool = True,
 ) -> list[Verdict]:
     """Check ``fn(**inputs)`` and the gradients of the inputs named in ``grads``.
@@ -275,7 +255,7 @@ def check_op(
     for name, ours, true_grad, base_grad in zip(grads, gradients, truth_gradients, base_gradients, strict=True):
         if ours is None or true_grad is None or base_grad is None:
             raise CheckError(f"d{name}: no gradient from {'fn' if ours is None else 'the reference'}")
-        verdicts.append(compare(f"d{name}", ours, true_grad, base_grad, factor=gradient_factor))
+        verdicts.append(compare(f"d{name}", ours, true_grad, base_grad, factor=GRADIENT_FACTOR))
     if require:
         for verdict in verdicts:
             verdict.require()

@@ -25,12 +25,11 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor  # one guard of a compiled call less than by the module
-from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
 from kernelbook import arguments, runtime
 from kernelbook.memory import PLAIN, empty
-from kernelbook.tensors import check_versions, fp32_precision, with_versions, without_autocast
+from kernelbook.tensors import check_versions, fp32_precision, is_transformed, with_versions, without_autocast
 
 NAMESPACE = "kernelbook"
 
@@ -51,8 +50,8 @@ SOURCES = _hash_of_library()
 # --- who answers a call ---------------------------------------------------------------------------------------------
 
 _dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
-_transform, _trace = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
-_profiling, _autocasts = torch._C._autograd._profiler_enabled, torch._C._is_any_autocast_enabled
+_trace, _profiling = torch._C._get_tracing_state, torch._C._autograd._profiler_enabled
+_autocasts = torch._C._is_any_autocast_enabled
 _any_requires_grad = torch._C._any_requires_grad
 _dynamo_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
@@ -60,8 +59,7 @@ _dynamo_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
 def needs_dispatcher() -> bool:
     """Return whether PyTorch's dispatcher has something to add to every call: a compiler, mode, transform, trace or profiler."""
     return (
-        torch.compiler.is_compiling() or _function_modes() > 0 or _profiling() or _trace() is not None
-        or forward_ad._current_level >= 0 or _transform() is not None or _dispatch_modes() > 0
+        is_transformed() or _function_modes() > 0 or _profiling() or _trace() is not None or _dispatch_modes() > 0
     )  # fmt: skip
 
 
@@ -280,8 +278,7 @@ class Op:
 
     def _in_autocast_dtype(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the arguments as autocast, where it is on, has PyTorch's own operators take them."""
-        first = args[self._tensors[0]]
-        dtype = arguments.autocast_dtype(first) if isinstance(first, Tensor) else None
+        dtype = arguments.autocast_dtype(args[self._tensors[0]])
         return args if dtype is None else self._autocast(dtype, *args)
 
     # --- where PyTorch's dispatcher answers

@@ -480,7 +480,7 @@ class _Session:
         )
         apart = request["elements"] // (len(value) - 1) + 1
         size = (len(value) - 1) * apart + value[0].numel()
-        if runtime.free_bytes() < size * value.element_size() * 5 // 4:
+        if timing.free_bytes() < size * value.element_size() * 5 // 4:
             return {"outputs": None}
         memory = torch.empty(size, dtype=value.dtype, device=value.device)
         inputs[name] = memory.as_strided(value.shape, (apart, 1)).copy_(value)

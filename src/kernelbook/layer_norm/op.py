@@ -22,7 +22,6 @@ def layer_norm(
     eps: float = 1e-5,
     *,
     normalized_shape: int | Sequence[int] | None = None,
-    backward: None = None,
 ) -> torch.Tensor:
     """Normalize over the last dimension, or over as many as ``normalized_shape`` has.
 
@@ -36,7 +35,6 @@ def layer_norm(
         weight, bias: (N,), or ``normalized_shape``, or ``None``; any of those dtypes.
         eps: added to the variance; not negative.
         normalized_shape: the last dimensions of ``x``, which are normalized together; ``None``: the last one.
-        backward: nothing but ``None``; spin locks are :func:`kernelbook.study.layer_norm_with_locks`.
 
     Returns:
         The shape of ``x``, contiguous, in the dtype of ``x``; under autocast float32, as PyTorch's own on a GPU.
@@ -44,10 +42,8 @@ def layer_norm(
     Raises:
         TypeError: an argument is not a tensor of a supported dtype, or ``eps`` not a number.
         ValueError: ``weight`` or ``bias`` has another shape or device, ``normalized_shape`` is not how ``x`` ends, or
-            ``eps`` or ``backward`` has another value.
+            ``eps`` has another value.
     """
-    if backward is not None:
-        raise ValueError(f"layer_norm: take kernelbook.study.layer_norm_with_locks, got backward={backward!r}")
     if normalized_shape is not None:
         return _over_several(x, weight, bias, eps, normalized_shape)
     eps = arguments.number("layer_norm", "eps", eps, EPS)
@@ -288,19 +284,14 @@ def _run_backward(
     )  # fmt: skip
     if plan.partials is not None:
         plan.launch_sum(plan.sum_grid, to_dw, to_db, dw, db, plan.partials[0], n)
-    if n == 1:
-        dx.copy_(_gradient_of_single_column(dy, x, weight, statistics, dsum, eps, *wanted[2:]).view(dx.shape))
-
-
-def _gradient_of_single_column(
-    dy: torch.Tensor, x: torch.Tensor, weight: Any, statistics: torch.Tensor, dsum: Any, eps: float, has_mean: bool
-) -> torch.Tensor:
-    if has_mean:
-        # It never deviates from its mean; a fused multiply-add would leave one rounding times rstd.
-        return (dy - dy) + (x - x).view(dy.shape)  # NaN where one is
-    # 1 - xhat^2 is eps * rstd^2, of which a difference leaves little.
-    g = dy.to(statistics.dtype) * eps * (1 if weight is None else weight)
-    return g * statistics.view(dy.shape) ** 3 + (0 if dsum is None else dsum.view(dy.shape))
+    if n == 1 and wanted[2]:
+        # A single column never deviates from its mean; a fused multiply-add would leave one rounding times rstd.
+        dx.copy_(((dy - dy) + (x - x).view(dy.shape)).view(dx.shape))  # NaN where one is
+    elif n == 1:
+        # 1 - xhat^2 is eps * rstd^2, of which a difference leaves little.
+        g = dy.to(statistics.dtype) * eps * (1 if weight is None else weight)
+        sums = 0 if dsum is None else dsum.view(dy.shape)
+        dx.copy_((g * statistics.view(dy.shape) ** 3 + sums).view(dx.shape))
 
 
 # --- operators ------------------------------------------------------------------------------------------------------

@@ -32,20 +32,13 @@ def scatter2scatter(
     """Multiply each row with the matrix of the expert it is routed to; differentiable.
 
     Args:
-        x: (T, K), float16, bfloat16, float32 or float64, any strides; if ``grouped_in``, (T*k, K) in expert order.
-        w: (E, K, N), the dtype of ``x``, any strides; or an ``NF4Tensor`` of shape (E, N, K), which is decoded on the way
-            into the product and never becomes dense, but for the exceptions of :func:`moe_lora`.
-        routing: of T tokens to k of E experts, from :func:`route`.
-        grouped_in, grouped_out: rows are in expert order, position s holding pair ``routing.order[s]``.
-        transposed: the ``NF4Tensor`` has shape (E, K, N), packed along N. (A dense ``w`` has any strides.)
+        x, w, routing, grouped_in, grouped_out, transposed: as in :func:`moe_lora`.
 
     Returns:
         (T*k, N) in the dtype of ``x``: row t*k + j is ``x[t] @ w[expert_ids[t, j]]``, zero for a slot to skip; in expert
         order if ``grouped_out``. float32 products use tf32 where ``torch.backends.cuda.matmul.allow_tf32`` says so.
 
-    Raises:
-        TypeError: an argument is not a tensor of a supported dtype, or dtypes differ.
-        ValueError: a shape or a device is not as above.
+    Raises: as :func:`moe_lora`.
     """
     given = call_of(
         "scatter2scatter", x, w, routing, strategy="split", grouped_in=grouped_in, grouped_out=grouped_out,

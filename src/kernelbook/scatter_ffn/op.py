@@ -38,16 +38,13 @@ def gather_matmul(
         rows: (L,) int64 or int32 ids in [0, N), in any order; one that is listed twice gives two columns. On the CPU and
             under ``KERNELBOOK_DEBUG=1`` they are checked; on a GPU without it an id out of range stands for a row of zeros
             (and a bias of zero).
-        activation: ``"relu"``, ``"leaky_relu"`` (slope 0.01), ``"gelu"`` (with erf), ``"gelu_tanh"`` (the approximation that
-            GPT-2 uses), ``"silu"``, or ``None``.
+        activation: as in :func:`scatter_ffn`, or ``None``.
         bias: (N,), the dtype of ``x``, or ``None``.
 
     Returns:
         (..., L) in the dtype of ``x``; sums are in float32 and rounded once. Under autocast in its dtype.
 
-    Raises:
-        TypeError: an argument is not a tensor of a supported dtype, or dtypes differ.
-        ValueError: a shape, a device, ``activation`` or (where they are checked) an id is not as above.
+    Raises: as :func:`scatter_ffn`.
     """
     return _ffn(x, weight, None, None, bias, None, None, rows, activation)  # type: ignore[no-any-return]
 
