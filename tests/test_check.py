@@ -172,23 +172,19 @@ def test_a_fault_in_few_numbers_is_found(count: int, dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize("scale", (0.0, 1e-3, 1.0, 1e3))
-def test_an_element_may_be_off_by_sixteen_times_pytorchs_largest_error_and_four_floors(
-    scale: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(check.FLOOR, torch.float64, 1e-6)
+def test_an_element_may_be_off_by_sixteen_times_pytorchs_largest_error_and_four_floors(scale: float) -> None:
     ref = torch.full((1000,), scale, dtype=torch.float64)
     for error in (0.0, 1e-3 * (scale or 1.0)):
         allowed = 16 * error + 4e-6 * (scale or 1.0)
         for share, passes in ((0.98, True), (1.02, False)):
             out = ref.clone()
             out[3] += share * allowed
-            assert check.compare("out", out, ref, ref + error).passed == passes
+            assert check.compare("out", out, ref, ref + error, floor=1e-6).passed == passes
 
 
-def test_what_is_exact_passes_without_a_floor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(check.FLOOR, torch.float64, 0.0)
+def test_what_is_exact_passes_without_a_floor() -> None:
     ref = torch.ones(3, dtype=torch.float64)
-    assert check.compare("out", ref, ref, ref).passed
+    assert check.compare("out", ref, ref, ref, floor=0.0).passed
 
 
 def test_a_baseline_without_a_result_is_no_excuse() -> None:

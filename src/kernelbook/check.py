@@ -132,12 +132,16 @@ def compare(
     baseline: torch.Tensor,
     *,
     factor: float = FORWARD_FACTOR,
+    floor: float | None = None,
 ) -> Verdict:
-    """Compare ``out`` with ``baseline`` (plain PyTorch in the dtype of ``out``), both against ``ref`` (float64)."""
+    """Compare ``out`` with ``baseline`` (plain PyTorch in the dtype of ``out``), both against ``ref`` (float64).
+
+    ``floor`` is that of many elements, ``FLOOR[out.dtype]`` by default.
+    """
     if out.dtype != baseline.dtype:
         raise CheckError(f"{name}: the result has dtype {out.dtype}, PyTorch's {baseline.dtype}")
-    # PyTorch's error of few numbers is luck.
-    floor = FLOOR[out.dtype] * max(1.0, ELEMENT_FACTOR / math.sqrt(max(out.numel(), 1)))
+    floor = FLOOR[out.dtype] if floor is None else floor
+    floor *= max(1.0, ELEMENT_FACTOR / math.sqrt(max(out.numel(), 1)))  # PyTorch's error of few numbers is luck
     baseline_error = relative_error(baseline, ref)
     if not math.isfinite(baseline_error):
         raise CheckError(f"{name}: plain PyTorch gives no finite result here, so there is nothing to compare with")

@@ -1,6 +1,6 @@
 """Products of routed tokens with the matrices of their experts, and a low-rank update for each expert."""
 
-from kernelbook.moe_lora.op import moe_lora, scatter2scatter
+from kernelbook.moe_lora.op import Routing, moe_lora, route, scatter2scatter
 from kernelbook.moe_lora.reference import (
     grouped_mm_moe_lora,
     grouped_mm_rows,
@@ -8,7 +8,6 @@ from kernelbook.moe_lora.reference import (
     route_reference,
     scatter2scatter_reference,
 )
-from kernelbook.moe_lora.routing import Routing, route
 
 __all__ = [
     "Routing",

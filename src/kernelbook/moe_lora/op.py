@@ -9,10 +9,12 @@ from kernelbook.linear import linear
 from kernelbook.memory import accumulator, empty
 from kernelbook.moe_lora import grouped, kernels
 from kernelbook.moe_lora.grouped import SORTED, GemmPlan, ShrinkPlan, Step
-from kernelbook.moe_lora.routing import Routing
+from kernelbook.moe_lora.routing import Routing, route
 from kernelbook.operators import Op, named_arguments
 from kernelbook.packed import NF4Tensor
 from kernelbook.packed.products import Matrices
+
+__all__ = ["Routing", "moe_lora", "route", "scatter2scatter"]
 
 STRATEGIES = ("auto", "fused", "split")
 

@@ -133,16 +133,16 @@ def _plan_up(
         return _Product(activation)
     assert tiles.up is not None
     blocks, is_vector = tiles.up.kwargs, tiles.strategy == "vector"
-    kernel, grid = kernels._gather_matmul_fwd_vector_kernel, (cdiv(columns, blocks["BLOCK_L"]),)
+    kernel, grid = kernels._gather_matmul_fwd_vector_kernel, [cdiv(columns, blocks["BLOCK_L"])]
     if not is_vector:
-        kernel, grid = kernels._gather_matmul_fwd_tiles_kernel, (grid[0] * cdiv(m, blocks["BLOCK_M"]), tiles.up_split)
+        kernel, grid = kernels._gather_matmul_fwd_tiles_kernel, [grid[0] * cdiv(m, blocks["BLOCK_M"]), tiles.up_split]
     elif not all(_wide(weight) for weight in weights if weight is not None):
         blocks = {**blocks, "BLOCK_K": min(blocks["BLOCK_K"], 512)}  # loads of one element: fewer at a time
     launch = launcher(
         kernel, ACTIVATION=activation or "none", ACC=tl_accumulator(weights[0].dtype), PDL=pdl, **blocks,
         num_warps=tiles.up.num_warps, repeatable=is_vector,
     )  # fmt: skip
-    return _Product(activation, launch, grid, tiles.up_split, is_vector)
+    return _Product(activation, launch, tuple(grid), tiles.up_split, is_vector)
 
 
 def _plan_down(tiles: kernels.Plan, m: int, weight: torch.Tensor, pdl: bool = False) -> _Product:
@@ -284,7 +284,8 @@ def check(
     op: str = "scatter_ffn",
 ) -> None:  # fmt: skip
     """Raise unless the arguments are right for a block of the public function ``op``, or without ``w_down`` for the other one."""
-    up, bias, ids, choices, down = "w_up", "b_up", "neurons", (*ACTIVATIONS,), ()
+    choices: Sequence[object] = ACTIVATIONS
+    up, bias, ids, down = "w_up", "b_up", "neurons", ()
     if w_down is None:
         op, up, bias, ids, choices = "gather_matmul", "weight", "bias", "rows", (*ACTIVATIONS, None)
     arguments.check_linear(op, x, up, w_up)
