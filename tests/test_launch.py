@@ -93,14 +93,6 @@ def test_numbers_of_one_kind_share_a_key() -> None:
     assert len({_key(x, x, n, 1, 0.5, True) for n in (1, 2, 16, 2**31, 2**31 + 1, 2**63)}) == 6
 
 
-def test_kinds_of_integers_are_remembered_up_to_a_number() -> None:
-    kinds = launch._IntegerKinds()
-    for n in range(2**16):
-        kinds[n]
-    assert len(kinds) == 2**16
-    assert kinds[-1] == kinds[3] and len(kinds) == 2
-
-
 def test_a_descriptor_has_the_key_of_its_form(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "ensure_context", lambda device: None)
     x, y = (torch.zeros(rows, 8, dtype=torch.float16)[:, :4] for rows in (6, 9))

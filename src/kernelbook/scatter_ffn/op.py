@@ -162,13 +162,26 @@ def _plan_down(tiles: kernels.Plan, m: int, weight: torch.Tensor, pdl: bool = Fa
 
 def _run_up(
     up: _Product, out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: Any, gate: Any, gate_bias: Any,
-    rows: torch.Tensor, packed: dict[int, torch.Tensor] | None = None,
+    rows: torch.Tensor, pack: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:  # fmt: skip
-    """Fill out (M, L or L_pad) with act(x weight[rows]^T) or its gated form, zero from L on. x (M, K)."""
+    """Fill out (M, L or L_pad) with act(x weight[rows]^T) or its gated form, zero from L on. x (M, K). ``pack``: :func:`_pack`."""
     if out.numel() == 0:
         return
     if up.launch is None:
-        _run_up_packed(up.activation, out, x, weight, bias, gate, gate_bias, rows, packed)
+        padded = (x.shape[0], _padded(rows.shape[0]))
+        whole = out if out.shape == padded else empty(padded, x.dtype, x)
+        plain = up.activation is None and gate is None
+        products = []
+        for w, b in ((weight, bias), (gate, gate_bias)):
+            if w is not None:
+                products.append(whole if plain else empty(padded, x.dtype, x))
+                # The bias goes into the product: added later it would meet a rounded sum, and near zero an activation's
+                # slope jumps.
+                product(x, pack(w).t(), None if b is None else pack(b[:, None])[:, 0], out=products[-1])
+        if not plain:
+            _run_hidden(whole, products[0], None if gate is None else products[1], up.activation)
+        if whole is not out:
+            out.copy_(whole[:, : out.shape[1]])
         return
     if up.is_vector and x.shape[0] * x.stride(0) >= 2**31:  # the kernel finds its few rows by 32 bits
         x = x.contiguous()
@@ -197,34 +210,13 @@ def _memory_of_shares(product: _Product, shape: tuple[int, int, int], x: torch.T
     return partial, m * columns, counters(product.grid[0], x.device)
 
 
-def _run_up_packed(
-    activation: str | None, out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: Any, gate: Any, gate_bias: Any,
-    rows: torch.Tensor, packed: dict[int, torch.Tensor] | None,
-) -> None:  # fmt: skip
-    padded = (x.shape[0], _padded(rows.shape[0]))
-    whole = out if out.shape == padded else empty(padded, x.dtype, x)
-    plain = activation is None and gate is None
-    products = []
-    for w, b in ((weight, bias), (gate, gate_bias)):
-        if w is not None:
-            products.append(whole if plain else empty(padded, x.dtype, x))
-            # The bias goes into the product: added later it would meet a rounded sum, and near zero an activation's slope
-            # jumps.
-            packed_bias = None if b is None else _pack(b[:, None], rows)[:, 0]
-            product(x, _pack(w, rows, packed).t(), packed_bias, out=products[-1])
-    if not plain:
-        _run_hidden(whole, products[0], None if gate is None else products[1], activation)
-    if whole is not out:
-        out.copy_(whole[:, : out.shape[1]])
-
-
 def _run_down(
     down: _Product, y: torch.Tensor, h: torch.Tensor, weight: torch.Tensor, bias: Any, rows: torch.Tensor,
-    packed: dict[int, torch.Tensor] | None = None,
+    pack: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:  # fmt: skip
     """Fill y (M, K_out) with h[:, :L] weight[rows] + bias. h (M, L_pad) is zero from L on."""
     if down.launch is None:
-        product(h, _pack(weight, rows, packed), bias, out=y)
+        product(h, pack(weight), bias, out=y)
         return
     if y.numel() == 0:
         return
@@ -241,13 +233,8 @@ def _run_down(
     )  # fmt: skip
 
 
-def _pack(weight: torch.Tensor, rows: torch.Tensor, packed: dict[int, torch.Tensor] | None = None) -> torch.Tensor:
-    """-> (L_pad, K), the listed rows; zeros for an id out of range, and from L on: cuBLAS is fast with whole sixteens.
-
-    ``packed`` keeps what two products want.
-    """
-    if packed is not None and id(weight) in packed:
-        return packed[id(weight)]
+def _pack(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """-> (L_pad, K), the listed rows; zeros for an id out of range, and from L on: cuBLAS is fast with whole sixteens."""
     (n, k), count = weight.shape, rows.shape[0]
     out = empty((_padded(count), k), weight.dtype, weight)
     if out.numel():
@@ -255,8 +242,6 @@ def _pack(weight: torch.Tensor, rows: torch.Tensor, packed: dict[int, torch.Tens
         grid = (cdiv(out.shape[0], config.kwargs["BLOCK_L"]), cdiv(k, config.kwargs["BLOCK_K"]))
         launch = launcher(kernels._scatter_ffn_pack_kernel, **config.kwargs, num_warps=config.num_warps)
         launch(grid, rows, weight, *weight.stride(), out, n, k, count, out.shape[0])
-    if packed is not None:
-        packed[id(weight)] = out
     return out
 
 
@@ -342,9 +327,10 @@ def _run(
         return
     x, y, neurons = matrix(x), matrix(outputs[0]), neurons.contiguous()
     h = y if w_down is None else empty((x.shape[0], plan.columns), x.dtype, x)
-    _run_up(plan.up, h, x, w_up, b_up, w_gate, b_gate, neurons)
+    pack = functools.partial(_pack, neurons)
+    _run_up(plan.up, h, x, w_up, b_up, w_gate, b_gate, neurons, pack)
     if w_down is not None:
-        _run_down(plan.down, y, h, w_down, b_down, neurons)
+        _run_down(plan.down, y, h, w_down, b_down, neurons, pack)
 
 
 def _outputs(x: torch.Tensor, w_up: torch.Tensor, w_down: Any, *others: Any) -> tuple[torch.Tensor]:
@@ -387,7 +373,8 @@ def _run_backward(
     w_gate: Any, b_up: Any, b_gate: Any, rows: torch.Tensor, activation: str | None, _: Any,
 ) -> None:  # fmt: skip
     dx, dw_up, dw_down, dw_gate, db_up, db_gate, db_down = outputs
-    x, dy, rows, packed = matrix(x), matrix(dy), rows.contiguous(), dict[int, torch.Tensor]()
+    x, dy, rows = matrix(x), matrix(dy), rows.contiguous()
+    pack = functools.cache(functools.partial(_pack, rows))  # two products want the same rows
     g = h = dg = None
     if w_down is None:
         dh = F.pad(dy, (0, extra)) if (extra := plan.columns - rows.shape[0]) else dy.contiguous()
@@ -397,19 +384,19 @@ def _run_backward(
         du = dh
     else:
         u, h, du = torch.empty_like(dh), torch.empty_like(dh), torch.empty_like(dh)
-        _run_up(plan.up, u, x, w_up, b_up, None, None, rows, packed)
+        _run_up(plan.up, u, x, w_up, b_up, None, None, rows, pack)
         if w_gate is not None:
             g, dg = torch.empty_like(dh), torch.empty_like(dh)
-            _run_up(plan.up, g, x, w_gate, b_gate, None, None, rows, packed)
+            _run_up(plan.up, g, x, w_gate, b_gate, None, None, rows, pack)
         if w_down is not None:
-            _run_up(plan.up, dh, dy, w_down, None, None, None, rows, packed)
+            _run_up(plan.up, dh, dy, w_down, None, None, None, rows, pack)
         _run_hidden(h, u, g, activation, dh, du, dg)
     if dx is not None:
         dx = matrix(dx)
-        _run_down(plan.down, dx, du, w_up, None, rows, packed)
+        _run_down(plan.down, dx, du, w_up, None, rows, pack)
         if dg is not None:
             by_gate = torch.empty_like(dx)
-            _run_down(plan.down, by_gate, dg, w_gate, None, rows, packed)
+            _run_down(plan.down, by_gate, dg, w_gate, None, rows, pack)
             torch.add(dx, by_gate, out=dx)
     products = ((du, x, dw_up), (h, dy, dw_down), (dg, x, dw_gate), (du, None, db_up), (dg, None, db_gate))
     pairs = [(_wgrad(a, b), out) for a, b, out in products if a is not None and out is not None]
