@@ -151,7 +151,7 @@ def test_what_is_counted_already_is_not_counted_again(monkeypatch: pytest.Monkey
 
 
 def test_the_middle_point_of_every_function_is_a_case_that_can_be_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "device_slug", lambda: record.BOOKS_GPU)
+    monkeypatch.setattr(record, "device_slug", lambda: record.BOOKS_GPU)
     found = measured.bounded(record.BOOKS_GPU)
     cases = [case for _, case in program("record_chapters").middle_cases().values()]
     assert {(case.op, case.mode) for case in cases} == set(zip(found["op"], found["mode"], strict=True))

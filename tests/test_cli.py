@@ -19,7 +19,7 @@ from conftest import _part
 import kernelbook
 from kernelbook import runtime
 from kernelbook.lab import bench as registry
-from kernelbook.lab import cli, older, profiling, timing
+from kernelbook.lab import cli, older, profiling, record, timing
 from kernelbook.layer_norm import op
 from kernelbook.train import command as training
 
@@ -244,7 +244,7 @@ def _room(
 def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int]:
     """Runs ``bench`` with the given cases, as on a GPU named fake-gpu, into ``tmp_path``; returns its exit code."""
     monkeypatch.setattr(timing, "measure_ceilings", lambda: timing.Ceilings(4000.0, 700.0, 350.0, 4.0, 7.0))
-    monkeypatch.setattr(runtime, "device_slug", lambda: "fake-gpu")
+    monkeypatch.setattr(record, "device_slug", lambda: "fake-gpu")
     monkeypatch.setattr(cli, "_can_measure", lambda: True)
     dates = {"launches": "l", "host": "h", "peer": ""}
     monkeypatch.setattr(older, "dates_of", lambda one: lambda case, provider: dates)
@@ -366,7 +366,7 @@ def test_what_has_a_clock_of_its_own_gets_the_options_that_it_takes(
     seen: list[object] = []
     own = dataclasses.replace(registry.bench(name), run=lambda folder, **given: seen.append((folder, given)) or 0)
     monkeypatch.setattr(registry, "bench", lambda _: own)
-    monkeypatch.setattr(runtime, "device_slug", lambda: "fake-gpu")
+    monkeypatch.setattr(record, "device_slug", lambda: "fake-gpu")
     monkeypatch.setattr(cli, "_can_measure", lambda: True)
     how = ["bench", name, "--out", str(tmp_path)]
     assert cli.main([*how, *(["--select", "train"] if taken else [])]) == 0

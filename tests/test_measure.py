@@ -175,7 +175,7 @@ def test_the_list_has_every_room_every_list_and_every_chapter(tool: Any, capsys:
 
 
 def test_only_what_is_older_on_this_gpu_is_planned(tool: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(runtime, "device_slug", lambda: "gpu-h2")
+    monkeypatch.setattr(record, "device_slug", lambda: "gpu-h2")
     case, *_ = bench("nf4").cases()
     lines = (
         f"gpu-h2/nf4.csv: {case}: host\ngpu-h1/layer_norm.csv: 3 rows: sources\ngpu-h2/profile.csv: 2 rows: not dated\n"
@@ -254,7 +254,7 @@ def test_cases_that_a_job_has_rows_of_are_not_measured_again(
     one = dataclasses.replace(bench("layer_norm"), cases=lambda: cases)
     monkeypatch.setattr(cli.registry, "bench", lambda _: one)
     monkeypatch.setattr(cli, "_can_measure", lambda: True)
-    monkeypatch.setattr(runtime, "device_slug", lambda: "fake-gpu")
+    monkeypatch.setattr(record, "device_slug", lambda: "fake-gpu")
     for name in ("write_results", "drop_rows"):
         monkeypatch.setattr(record, name, getattr(record, name))
     monkeypatch.setattr(

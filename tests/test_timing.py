@@ -316,7 +316,7 @@ def test_steps_are_kept_by_their_kernels_sources(monkeypatch: pytest.MonkeyPatch
     assert timing.time_steps("square_steps", [_case()], [one]).empty  # the interpreter's times say nothing
     about = record.environment("a")
     monkeypatch.setattr(timing.runtime, "DEVICE", SimpleNamespace(type="cuda"))
-    monkeypatch.setattr(timing.runtime, "device_slug", lambda: "a-gpu")
+    monkeypatch.setattr(record, "device_slug", lambda: "a-gpu")
     monkeypatch.setattr(record, "environment", lambda package: about | {"package": package})
     monkeypatch.setattr(record, "results_dir", lambda: tmp_path)
     failures: list[str] = []

@@ -202,14 +202,13 @@ def main() -> int:
     if given.what == "code":
         same_code(points, old).to_csv(sys.stdout, index=False)
         return 0
-    from kernelbook import runtime
     from kernelbook.lab import record
 
     cases = [named(point) for _, point in points.drop_duplicates(["room", *CASE]).iterrows()]
     for rows in timed(cases, old, given.seconds):
         if len(rows):
             record.write_results(
-                given.out / runtime.device_slug() / "revisions.csv", rows, key=(*CASE, "room", "provider")
+                given.out / record.device_slug() / "revisions.csv", rows, key=(*CASE, "room", "provider")
             )
     return 0
 

@@ -35,7 +35,6 @@ import pandas as pd
 import record_chapters as chapters
 import torch
 
-from kernelbook import runtime
 from kernelbook.lab import older, record
 from kernelbook.lab.bench import Bench, benches, same_loss
 
@@ -92,7 +91,7 @@ def named(*parts: object) -> str:
 
 def plan(out: Path, older_file: Path | None = None) -> list[Job]:
     """All jobs, or those that measure what ``older_file`` lists for the GPU at hand."""
-    listed = None if older_file is None else older.listed(older_file.read_text(), runtime.device_slug())
+    listed = None if older_file is None else older.listed(older_file.read_text(), record.device_slug())
     only = () if older_file is None else ("--older", str(older_file.resolve()))
     sources = digest(*(path.read_text() for path in sorted((ROOT / "src").rglob("*.py"))))
     script, what = ROOT / "tools" / "evidence" / "record.py", "fuzz warm repeats largest handshake sanitizers"

@@ -35,7 +35,7 @@ def redirect(folder: Path) -> None:
     write, drop = record.write_results, record.drop_rows
 
     def here(path: Path) -> Path:
-        return folder / runtime.device_slug() / path.name
+        return folder / record.device_slug() / path.name
 
     def noted(path: Path, rows: pd.DataFrame, key: Sequence[str] = record.KEY) -> pd.DataFrame:
         table = write(here(path), rows, key)
@@ -110,7 +110,7 @@ def extras(folder: Path, room: str) -> int:
 
 def loss(folder: Path, *arguments: str) -> int:
     """Curves of :mod:`kernelbook.lab.bench.same_loss`."""
-    return same_loss.main(["--out", str(folder / runtime.device_slug()), *arguments])
+    return same_loss.main(["--out", str(folder / record.device_slug()), *arguments])
 
 
 def ladder(folder: Path, name: str, how: str = "") -> int:
@@ -189,7 +189,7 @@ def notebook(folder: Path, name: str, target: str = "") -> int:
     state = f"without a limit: {state}" if limit > 1.01 * NOTEBOOK_BYTES else state
     about = {"run": record.new_run(), "chapter": name, "state": state, **figures}
     row = pd.DataFrame([about | record.environment(f"{name}+{record.source_digest(path)}")])
-    record.write_results(record.results_dir() / runtime.device_slug() / "chapters.csv", row, ("chapter",))
+    record.write_results(record.results_dir() / record.device_slug() / "chapters.csv", row, ("chapter",))
     return int(state != "passed")
 
 

@@ -179,13 +179,12 @@ def count(calls: list[Callable[[], object]]) -> None:
 
 def middle_cases() -> dict[str, tuple[Any, Any]]:
     """For each function and mode, of what is recorded on this GPU, the case with the middle share of the bound, and its bench."""
-    from kernelbook import runtime
-    from kernelbook.lab import bench, measured, older
+    from kernelbook.lab import bench, measured, older, record
 
     cases = {
         str(case): (one, case) for one in bench.benches(bench.CASE_BY_CASE) for case in (*one.cases(), *one.models())
     }
-    found = measured.bounded(runtime.device_slug())
+    found = measured.bounded(record.device_slug())
     found["case"] = [older.case_key({**row, "x": f"{row['x']:.12g}"}) for row in found.to_dict("records")]
     return {name: cases[name] for name in measured.middles(found.loc[found["case"].isin(list(cases))])["case"]}
 
@@ -269,10 +268,9 @@ def record_counters(scratch: Path, seconds: float) -> bool:
 
     Every one has a process of its own: what one gave stays.
     """
-    from kernelbook import runtime
     from kernelbook.lab import record
 
-    path = record.results_dir() / runtime.device_slug() / "counters.csv"
+    path = record.results_dir() / record.device_slug() / "counters.csv"
     begin, missing = time.perf_counter(), []
     known = pd.read_csv(path, dtype=str, keep_default_na=False) if path.exists() else pd.DataFrame()
     counted = set(known[["op", "mode", "shape", "package"]].itertuples(index=False, name=None)) if len(known) else set()
@@ -303,13 +301,12 @@ def record_profile(scratch: Path, what: str = "--profiled") -> bool:
     if rows is None or missing:
         print(f"record_profile: nothing counted in {', '.join(sorted(missing))}", file=sys.stderr)
         return False
-    from kernelbook import runtime
     from kernelbook.lab import record, timing
 
     package = Path(timing.__file__).parent
     sources = (NOTEBOOKS.parent / "book" / "solutions",) if slow else (package / "layer_norm", package / "attention")
     where = record.environment(record.package_version(*sources))
-    path = record.results_dir() / runtime.device_slug() / ("slow_kernels.csv" if slow else "profile.csv")
+    path = record.results_dir() / record.device_slug() / ("slow_kernels.csv" if slow else "profile.csv")
     path.unlink(missing_ok=True)  # a metric or a problem that is counted no longer must not stay
     record.write_results(path, rows.assign(**where), key=("kernel", "metric"))
     return True

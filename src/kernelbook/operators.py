@@ -21,7 +21,7 @@ from collections import namedtuple
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import Tensor  # one guard of a compiled call less than by the module
@@ -73,7 +73,6 @@ def _is_plain(tensor: Any) -> bool:
 MOST_PLANS = 2**14
 _plans: dict[tuple[Any, ...], Any] = {}  # a bounded FIFO cache
 _plans_lock = threading.Lock()
-_parts: list[Any] = []
 _NO_PLAN = object()
 
 
@@ -81,18 +80,6 @@ def forget_plans() -> None:
     """Drop all plans, so that the next calls make new ones."""
     with _plans_lock:
         _plans.clear()
-    for cached in _parts:
-        cached.cache_clear()
-
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def part_of_plans(function: Function) -> Function:
-    """Decorate with ``functools.lru_cache`` what many plans have in common; it is forgotten with them."""
-    cached: Any = functools.lru_cache(maxsize=4096)(function)
-    _parts.append(cached)
-    return cast(Function, cached)
 
 
 def _keep_plan(key: tuple[Any, ...], plan: Any) -> None:
@@ -205,8 +192,7 @@ class Op:
         places = {name: i for i, name in enumerate([*names, *(r.name for r in parsed.returns)])}
         self._saved = tuple(places[name] for name in saves)
         self._kept = tuple(places[name] for name in keeps)
-        self._plain = tuple(i for i in range(len(names)) if i not in self._tensors)
-        self._names_plain = tuple(names[i] for i in self._plain)
+        self._plain = {name: i for i, name in enumerate(names) if i not in self._tensors}
         self.operator = self._declare(schema)
 
     # --- a call
@@ -370,7 +356,7 @@ class Op:
         ctx.save_for_backward(*[given[i] for i in self._saved])
         ctx.kept = [given[i] for i in self._kept]
         ctx.versions = with_versions(*ctx.kept)  # no hook sees these, and autograd does not compare their versions
-        ctx.plain = [given[i] for i in self._plain]
+        ctx.plain = [given[i] for i in self._plain.values()]
         ctx.dtypes = [None if args[i] is None else args[i].dtype for i in self._tensors]
         ctx.same_bits = runtime.in_same_bits()
 
@@ -399,7 +385,7 @@ class Op:
             kept=ctx.kept,
             wanted=[dtype if need else None for dtype, need in zip(ctx.dtypes, needs, strict=True)],
             plain=ctx.plain,
-            **dict(zip(self._names_plain, ctx.plain, strict=True)),
+            **dict(zip(self._plain, ctx.plain, strict=True)),
         )
         if ctx.same_bits == runtime.in_same_bits() and not _autocasts():
             found = self.backward(call, *gradients)

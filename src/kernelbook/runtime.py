@@ -29,7 +29,6 @@ import ctypes
 import dataclasses
 import functools
 import os
-import re
 import sys
 import threading
 import warnings
@@ -404,16 +403,6 @@ def properties(device: torch.device | None = None) -> DeviceProperties:
         index = device.index if device is not None else None
         found = _gpu_properties(torch.cuda.current_device() if index is None else index)
     return _with_same_bits(found) if in_same_bits() else found
-
-
-def slug(name: str) -> str:
-    """Return a GPU's name as files and folders are called by it: ``NVIDIA H200`` -> ``nvidia-h200``."""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-
-
-def device_slug() -> str:
-    """Return the name of the folder under ``book/results`` for this machine: ``nvidia-h200``, ``interpreter``."""
-    return slug(properties().name) if DEVICE.type == "cuda" else "interpreter"
 
 
 def kernel_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -71,7 +71,7 @@ def main() -> None:
         "sources": {room: record.source_digest(PACKAGE / room) for room in ROOMS},
     }
     seconds, share = args.seconds - 12, max(1, n // 4)
-    slug = runtime.device_slug() if on_gpu else "cpu"
+    slug = record.device_slug() if on_gpu else "cpu"
     with tempfile.TemporaryDirectory(dir=args.out, prefix="parts_") as folder:
         parts, jobs = Path(folder), {}
         if not args.parts:

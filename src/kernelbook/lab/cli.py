@@ -156,8 +156,8 @@ def bench(
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    folder = out / runtime.device_slug()
-    listed = None if behind is None else older.listed(behind, runtime.device_slug())
+    folder = out / record.device_slug()
+    listed = None if behind is None else older.listed(behind, record.device_slug())
     code = 0
     for room in names:
         one = registry.bench(room)

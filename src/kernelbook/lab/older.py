@@ -33,7 +33,7 @@ NOT_DATED = "not dated"
 NOT_MEASURED = "not measured"
 # The GPUs whose rows the book has: nothing else is known of them where they are not.
 GPUS = {
-    runtime.slug(name): dataclasses.replace(runtime.TARGETS["sm_90"], name=name, l2_bytes=l2_mib * 2**20)
+    record.slug(name): dataclasses.replace(runtime.TARGETS["sm_90"], name=name, l2_bytes=l2_mib * 2**20)
     for name, l2_mib in (("NVIDIA H200", 60), ("NVIDIA H100 80GB HBM3", 50))
 }
 
@@ -50,7 +50,7 @@ def case_key(row: Mapping[str, Any]) -> str:
 
 def properties_of(gpu: str) -> runtime.DeviceProperties | None:
     """What is known of the GPU of a folder in ``book/results``: the one at hand, or one of the book's."""
-    if runtime.DEVICE.type == "cuda" and gpu == runtime.device_slug():
+    if runtime.DEVICE.type == "cuda" and gpu == record.device_slug():
         return runtime.properties()
     return GPUS.get(gpu)
 

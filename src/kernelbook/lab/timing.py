@@ -543,7 +543,7 @@ def time_steps(
     """
     package = results.page_version(stem, kernels)
     gpu = runtime.DEVICE.type == "cuda"
-    folder = results.results_dir() / runtime.device_slug() if record and gpu else None
+    folder = results.results_dir() / results.device_slug() if record and gpu else None
     path = None if folder is None else folder / f"{stem}.csv"
     cases = list(cases)
 
