@@ -50,9 +50,7 @@ def check_tensor(
         return
     if value.device.type != "cpu":
         raise ValueError(f"{op}: {name} must be on a GPU (or on the CPU under the interpreter), got {value.device}")
-    if (
-        runtime.COMPILE_ONLY and runtime.compile_target is None
-    ):  # with a target, launches are recorded (see ``compiled``)
+    if runtime.COMPILE_ONLY and runtime.compile_target is None:  # with one, launches are recorded (see ``compiled``)
         raise ValueError(
             f"{op}: {name} cannot be used: there is no GPU and TRITON_INTERPRET=0, so kernels can only be compiled here"
         )

@@ -35,12 +35,9 @@ NAMESPACE = "kernelbook"
 
 
 def _hash_of_library() -> str:
-    digest = hashlib.sha256()
     root = Path(__file__).parent
-    for path in sorted(root.rglob("*.py")):
-        if "lab" not in path.relative_to(root).parts:
-            digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:8]
+    files = [path for path in sorted(root.rglob("*.py")) if "lab" not in path.relative_to(root).parts]
+    return hashlib.sha256(b"".join(path.name.encode() + b"\0" + path.read_bytes() for path in files)).hexdigest()[:8]
 
 
 # The last argument of an operator in a compiled graph. PyTorch keeps on disk what it made of a graph, operators by their names:
@@ -182,9 +179,9 @@ class Op:
         self.name, parameters = parsed.name, parsed.arguments
         names = [parameter.name for parameter in parameters]
         self._records = names[-1] == "record"
+        self._given = len(names) - self._records  # arguments that a caller passes
         self._tensors = tuple(i for i, parameter in enumerate(parameters) if "Tensor" in str(parameter.type))
-        lowered = frozenset() if callable(autocast) else frozenset(map(names.index, autocast))
-        self._autocast = autocast if callable(autocast) else functools.partial(_lower, lowered)
+        self._autocast: Any = autocast if callable(autocast) else frozenset(map(names.index, autocast))
         self._mutated = tuple(i for i in self._tensors if getattr(parameters[i].alias_info, "is_write", False))
         self._num_outputs = len(parsed.returns)
         self._key = _key_function(self.name, parameters)
@@ -238,7 +235,7 @@ class Op:
         shared = key if kind is None else (self.name, kind, *key[-3:])
         plan = _plans.get(shared, _NO_PLAN)
         if plan is _NO_PLAN:
-            self.check(*self._given(args))
+            self.check(*args[: self._given])
             plan = self.plan(*args)
             _keep_plan(shared, plan)
         _keep_plan(key, plan)
@@ -258,14 +255,12 @@ class Op:
             torch._C._increment_version([args[i] for i in self._mutated if args[i] is not None])
         return outputs
 
-    def _given(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the arguments without ``record``, which no user passes."""
-        return args[:-1] if self._records else args
-
     def _in_autocast_dtype(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the arguments as autocast, where it is on, has PyTorch's own operators take them."""
         dtype = arguments.autocast_dtype(args[self._tensors[0]])
-        return args if dtype is None else self._autocast(dtype, *args)
+        if dtype is None or callable(self._autocast):
+            return args if dtype is None else self._autocast(dtype, *args)
+        return tuple(arguments.lowered(arg, dtype) if i in self._autocast else arg for i, arg in enumerate(args))
 
     # --- where PyTorch's dispatcher answers
 
@@ -331,7 +326,7 @@ class Op:
     def _fake(self, *args: Any) -> Any:
         args, sources = args[:-1], args[-1]
         self._refuse_to_compile(sources)
-        self.check(*self._given(args))
+        self.check(*args[: self._given])
         return self._for_dispatcher(args, self.outputs(*args))
 
     def _refuse_to_compile(self, sources: str) -> None:
@@ -416,8 +411,3 @@ class _Recorded(torch.autograd.Function):
         needs = ctx.needs_input_grad[1:]
         found = ctx.op.differentiate(ctx, needs, gradients)
         return None, *found, *(None,) * (len(needs) - len(found))
-
-
-def _lower(lowered: frozenset[int], dtype: torch.dtype, *args: Any) -> tuple[Any, ...]:
-    """Return the arguments, those at the places ``lowered`` in autocast's dtype; float64 stays."""
-    return tuple(arguments.lowered(arg, dtype) if i in lowered else arg for i, arg in enumerate(args))

@@ -405,16 +405,6 @@ def properties(device: torch.device | None = None) -> DeviceProperties:
     return _with_same_bits(found) if in_same_bits() else found
 
 
-def kernel_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that a kernel of the reader's own is to be given for tensors of ``dtype``.
-
-    It is ``dtype`` itself, except for bfloat16 in the interpreter, whose bfloat16 arithmetic is silently wrong: float32 there,
-    which holds all bfloat16 numbers. The package's own kernels are given float32 copies by :func:`interpreter.widened`, which
-    rounds what they wrote back to bfloat16.
-    """
-    return torch.float32 if INTERPRET and dtype == torch.bfloat16 else dtype
-
-
 _of_thread = threading.local()
 
 

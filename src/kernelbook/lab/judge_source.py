@@ -39,7 +39,7 @@ _IMPORTS = frozenset(
     )
     + ("torch", "triton", "typing")
 )
-_OF_RUNTIME = frozenset(("DEVICE", "HAS_GPU", "INTERPRET", "TARGETS", "kernel_dtype", "properties"))
+_OF_RUNTIME = frozenset(("DEVICE", "HAS_GPU", "INTERPRET", "TARGETS", "properties"))
 _OF_CUDA = frozenset(
     ("current_device", "device_count", "get_device_capability", "get_device_properties", "is_available")
 )

@@ -39,6 +39,8 @@ __all__ = [
     "allow_tf32",
     "ceilings_row",
     "first_call_ms",
+    "free_bytes",
+    "half_dtype",
     "host_us",
     "measure",
     "measure_ceilings",
