@@ -21,7 +21,6 @@ from kernelbook.sparse_linear import (
     gather_cublas_backward,
     kernels,
     op,
-    packing,
     python_loop_backward,
     sparse_dw_reference,
     sparse_dx_reference,
@@ -537,8 +536,8 @@ def test_plans_cover_every_shape(target: str) -> None:
 def test_large_and_not_aligned_is_packed(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such rows are copied together for cuBLAS; here a problem counts as large from the first operation on."""
     monkeypatch.setattr(kernels, "SMALL_FLOP", 0.0)
-    packed, run = [], packing.run_packed
-    monkeypatch.setattr(packing, "run_packed", lambda *args: (packed.append(args), run(*args)))
+    packed, run = [], op.run_packed
+    monkeypatch.setattr(op, "run_packed", lambda *args: (packed.append(args), run(*args)))
     x, weight, dy = (randn(*s, dtype=torch.float16) for s in ((m, 21), (70, 21), (m, 70)))
     _check_all(x, weight, randn(70, dtype=torch.float16), dy, _chunks(70, 16, 3), 16)
     assert packed
@@ -553,8 +552,8 @@ def test_large_and_not_aligned_is_packed(m: int, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(("limit", "chunk"), (("UNBOXED_FLOP", 16), ("UNBOXED_FLOP", 40), ("SMALL_FLOP", 17)))
 def test_large_with_chunks_that_no_box_fits_is_packed(limit: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The columns of dY end with their chunk; a product that takes no part of dY from a chunk is left as it is."""
-    packed, run = [], packing.run_packed
-    monkeypatch.setattr(packing, "run_packed", lambda *args: (packed.append(args), run(*args)))
+    packed, run = [], op.run_packed
+    monkeypatch.setattr(op, "run_packed", lambda *args: (packed.append(args), run(*args)))
     x, weight, dy = (randn(*s, dtype=torch.float16) for s in ((9, 24), (136, 24), (9, 136)))
     ids = _chunks(136, chunk, 3)
     kb.sparse_backward(x, weight, dy, ids, chunk_size=chunk)

@@ -34,7 +34,7 @@ RESULTS, REASONS = EVIDENCE / "host.csv", EVIDENCE / "host_reasons.csv"
 ROOMS = ("layer_norm", "sparse_linear", "scatter_ffn", "attention", "nf4", "moe_lora")
 # By group: its files, and the tests that may notice. Beside them each group has what all public functions owe.
 GROUPS: dict[str, tuple[tuple[str, ...], str]] = {
-    "op": (tuple(f"{room}/{name}.py" for room in ROOMS for name in ("op", "launches", "pages", "grouped", "lora", "routing", "packing")),
+    "op": (tuple(f"{room}/{name}.py" for room in ROOMS for name in ("op", "launches", "pages", "grouped", "lora", "routing")),
            "layer_norm rms_norm sparse_linear scatter_ffn attention attention_decode nf4 fp4 moe_lora observed"),
     "launch": (("launch.py", "operators.py", "memory.py", "tensors.py"), "launch operators memory tensors observed capture"),
     "arguments": (("arguments.py",), "arguments launch layer_norm"),

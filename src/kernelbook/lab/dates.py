@@ -108,7 +108,7 @@ class Sources:
 _HOST = (
     "launch.py", "operators.py", "memory.py", "tensors.py", "attention/op.py", "attention/launches.py",
     "attention/backward.py", "attention/pages.py", "layer_norm/op.py", "moe_lora/op.py", "moe_lora/routing.py",
-    "moe_lora/grouped.py", "nf4/op.py", "scatter_ffn/op.py", "sparse_linear/op.py", "sparse_linear/packing.py",
+    "moe_lora/grouped.py", "nf4/op.py", "scatter_ffn/op.py", "sparse_linear/op.py",
 )  # fmt: skip
 _EXPERTS = ("moe_lora", "nf4", "packed", "packed/products.py", "nn")
 _MODEL = (*_EXPERTS, "attention", "layer_norm")

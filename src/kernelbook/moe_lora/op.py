@@ -245,9 +245,8 @@ def _run(plan: tuple[GemmPlan, Step | None], outputs: tuple[torch.Tensor, torch.
 
 def _gradients(call: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """-> of x, w, lora_a, lora_b, bias and gates."""
-    u, *tensors = call.saved
     needs = [dtype is not None for dtype in call.wanted[:DIFFERENTIABLE]]
-    return moe_lora_backward(dy, u, *tensors, *call.kept, *call.plain[:-1], needs)  # type: ignore[no-any-return]
+    return moe_lora_backward(dy, *call.saved, *call.kept, *call.plain[:-1], needs)  # type: ignore[no-any-return]
 
 
 # --- backward -------------------------------------------------------------------------------------------------------
