@@ -176,7 +176,6 @@ def outputs_of(
 class _ForwardPlan(NamedTuple):
     rows: int
     columns: int
-    readable: bool  # kernels can read the tensors as they lie
     x_stride: int
     residual_stride: int
     launch: Launch
@@ -188,7 +187,6 @@ def plan(x: torch.Tensor, residual: Any, weight: Any, bias: Any, eps: float, *ho
     _, has_mean, record = how
     if x.numel() == 0:
         return None
-    readable = all(t is in_rows(t) for t in (x, residual)) and all(t is dense(t) for t in (weight, bias))
     x, residual = in_rows(x), in_rows(residual)
     m, n = x.numel() // x.shape[-1], x.shape[-1]
     summed = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
@@ -201,15 +199,14 @@ def plan(x: torch.Tensor, residual: Any, weight: Any, bias: Any, eps: float, *ho
         **config.kwargs, num_warps=config.num_warps, repeatable=True,
     )  # fmt: skip
     grid = (cdiv(m, config.kwargs.get("BLOCK_M", 1)),)
-    return _ForwardPlan(m, n, readable, row_stride(x), row_stride(residual), launch, grid)
+    return _ForwardPlan(m, n, row_stride(x), row_stride(residual), launch, grid)
 
 
 def run(
     plan: _ForwardPlan, outputs: tuple[Any, ...], x: torch.Tensor, residual: Any, weight: Any, bias: Any, *_: Any
 ) -> None:
     """Fill the outputs."""
-    if not plan.readable:
-        x, residual, weight, bias = in_rows(x), in_rows(residual), dense(weight), dense(bias)
+    x, residual, weight, bias = in_rows(x), in_rows(residual), dense(weight), dense(bias)
     plan.launch(
         plan.grid, x, plan.x_stride, residual, plan.residual_stride, weight, bias, *outputs, plan.rows, plan.columns
     )

@@ -64,9 +64,7 @@ def _check(x: Any, weight: Any, bias: Any) -> None:
     arguments.check_alike("linear", x, bias=(bias, weight.shape[:1]))
 
 
-def _run(
-    _: Any, outputs: tuple[torch.Tensor], x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> None:
+def _run(_: Any, outputs: tuple[torch.Tensor], x: torch.Tensor, weight: torch.Tensor, bias: Any) -> None:
     with runtime.same_bits():  # wherever the operator runs, as in a graph that was traced within
         product(matrix(x), weight.t(), bias, out=matrix(outputs[0]))
 

@@ -81,9 +81,8 @@ def _check(expert_ids: torch.Tensor, num_experts: int) -> None:
 class _Plan(NamedTuple):
     launch_count: Launch | None  # where several programs share the pairs
     launch_place: Launch
-    programs: int
     per_program: int
-    counts_shape: tuple[int, int]
+    counts_shape: tuple[int, int]  # (programs, BLOCK_E)
 
 
 def _plan(expert_ids: torch.Tensor, experts: int) -> _Plan | None:
@@ -100,17 +99,18 @@ def _plan(expert_ids: torch.Tensor, experts: int) -> _Plan | None:
         BLOCK_P=block_p, num_warps=warps,
     )  # fmt: skip
     per_program = cdiv(cdiv(rows, programs), block) * block
-    return _Plan(count if programs > 1 else None, place, programs, per_program, (programs, block_e))
+    return _Plan(count if programs > 1 else None, place, per_program, (programs, block_e))
 
 
 def _run(plan: _Plan, outputs: tuple[torch.Tensor], expert_ids: torch.Tensor, experts: int) -> None:
     [lists], counts = outputs, None
     arguments.check_index_values("route", "expert_ids", expert_ids, experts + 1)
+    grid = plan.counts_shape[:1]
     sizes = (expert_ids.numel(), expert_ids.shape[1], experts, plan.per_program)
     if plan.launch_count is not None:
         counts = empty(plan.counts_shape, torch.int32, expert_ids)
-        plan.launch_count((plan.programs,), expert_ids, *expert_ids.stride(), counts, *sizes)
-    plan.launch_place((plan.programs,), expert_ids, *expert_ids.stride(), counts, lists, *sizes)
+        plan.launch_count(grid, expert_ids, *expert_ids.stride(), counts, *sizes)
+    plan.launch_place(grid, expert_ids, *expert_ids.stride(), counts, lists, *sizes)
 
 
 def _capacity(rows: int, experts: int, height: int) -> int:

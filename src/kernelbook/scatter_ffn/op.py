@@ -298,28 +298,23 @@ class _Plan(NamedTuple):
     down: _Product = _Product()
 
 
-def _plan(
-    x: torch.Tensor, w_up: torch.Tensor, w_down: Any, w_gate: Any, b_up: Any, b_gate: Any, b_down: Any,
-    neurons: torch.Tensor, activation: str | None,
-) -> _Plan | None:  # fmt: skip
+def _plan(*args: Any) -> _Plan | None:
+    x, w_up, w_down, w_gate, _, _, b_down, neurons, activation = args
     m, count, weights = math.prod(x.shape[:-1]), neurons.shape[0], (w_up, w_gate)
-    if w_down is None:
-        up = _plan_up(_choose_tiles(x, x.shape[-1], count), m, count, weights, activation) if m * count else None
-        return None if up is None else _Plan(count, up)
-    if m * w_down.shape[1] == 0 or (count == 0 and b_down is None):
+    if m == 0 or (count == 0 and b_down is None) or (w_down is not None and w_down.shape[1] == 0):
         return None
     if count == 0:
         return _Plan(0)
+    if w_down is None:
+        return _Plan(count, _plan_up(_choose_tiles(x, x.shape[-1], count), m, count, weights, activation))
     tiles = _choose_tiles(x, w_down.shape[1], count, w_gate is not None)
     pdl = (tiles.strategy == "vector" or count <= kernels.EARLY) and runtime.properties(x.device).has_pdl
     up = _plan_up(tiles, m, _padded(count), weights, activation, pdl)
     return _Plan(_padded(count), up, _plan_down(tiles, m, w_down, pdl))
 
 
-def _run(
-    plan: _Plan, outputs: tuple[torch.Tensor], x: torch.Tensor, w_up: torch.Tensor, w_down: Any, w_gate: Any,
-    b_up: Any, b_gate: Any, b_down: Any, neurons: torch.Tensor, _: Any,
-) -> None:  # fmt: skip
+def _run(plan: _Plan, outputs: tuple[torch.Tensor], *args: Any) -> None:
+    x, w_up, w_down, w_gate, b_up, b_gate, b_down, neurons, _ = args
     names = ("gather_matmul", "rows") if w_down is None else ("scatter_ffn", "neurons")
     arguments.check_index_values(*names, neurons, w_up.shape[0])
     if plan.columns == 0:
@@ -333,8 +328,8 @@ def _run(
         _run_down(plan.down, y, h, w_down, b_down, neurons, pack)
 
 
-def _outputs(x: torch.Tensor, w_up: torch.Tensor, w_down: Any, *others: Any) -> tuple[torch.Tensor]:
-    *_, neurons, _ = others
+def _outputs(*args: Any) -> tuple[torch.Tensor]:
+    x, _, w_down, *_, neurons, _ = args
     columns = neurons.shape[0] if w_down is None else w_down.shape[1]
     return (empty((*x.shape[:-1], columns), x.dtype, x),)
 
@@ -356,11 +351,9 @@ def _outputs_backward(
     return tuple(empty(shape, x.dtype, x) if needed else None for shape, needed in pairs)
 
 
-def _plan_backward(
-    dy: torch.Tensor, x: torch.Tensor, w_up: torch.Tensor, w_down: Any, w_gate: Any, b_up: Any, b_gate: Any,
-    rows: torch.Tensor, *_: Any,
-) -> _Plan | None:  # fmt: skip
+def _plan_backward(*args: Any) -> _Plan | None:
     """Plan the gradients. Products are recomputed: they are cheap beside the weights' gradients."""
+    dy, x, w_up, w_down, w_gate, _, _, rows, *_ = args
     if dy.numel() == 0:
         return None
     m, padded = math.prod(x.shape[:-1]), _padded(rows.shape[0])
@@ -368,10 +361,8 @@ def _plan_backward(
     return _Plan(padded, _plan_up(tiles, m, padded, (w_up, w_gate, w_down), None), _plan_down(tiles, m, w_up))
 
 
-def _run_backward(
-    plan: _Plan, outputs: tuple[Any, ...], dy: torch.Tensor, x: torch.Tensor, w_up: torch.Tensor, w_down: Any,
-    w_gate: Any, b_up: Any, b_gate: Any, rows: torch.Tensor, activation: str | None, _: Any,
-) -> None:  # fmt: skip
+def _run_backward(plan: _Plan, outputs: tuple[Any, ...], *args: Any) -> None:
+    dy, x, w_up, w_down, w_gate, b_up, b_gate, rows, activation, _ = args
     dx, dw_up, dw_down, dw_gate, db_up, db_gate, db_down = outputs
     x, dy, rows = matrix(x), matrix(dy), rows.contiguous()
     pack = functools.cache(functools.partial(_pack, rows))  # two products want the same rows
