@@ -438,6 +438,11 @@ def autotune_enabled() -> bool:
     return os.environ.get("KERNELBOOK_AUTOTUNE", "") == "1" and DEVICE.type == "cuda"
 
 
+def given_commit() -> str:
+    """The commit of these sources by ``KERNELBOOK_COMMIT``, for a machine that has them without their repository."""
+    return os.environ.get("KERNELBOOK_COMMIT", "")
+
+
 def cache_dir() -> Path:
     """Return the folder for what is worth keeping between processes; it may not exist yet."""
     own = os.environ.get("KERNELBOOK_CACHE")
