@@ -42,8 +42,9 @@ def scatter2scatter(
 
     Raises: as :func:`moe_lora`.
     """
-    how = {"strategy": "split", "grouped_in": grouped_in, "grouped_out": grouped_out, "transposed": transposed}
-    return _moe_lora(*call_of("scatter2scatter", x, w, routing, **how))  # type: ignore[no-any-return]
+    rows = {"grouped_in": grouped_in, "grouped_out": grouped_out}
+    given = call_of("scatter2scatter", x, w, routing, strategy="split", transposed=transposed, **rows)
+    return _moe_lora(*given)  # type: ignore[no-any-return]
 
 
 def moe_lora(

@@ -177,7 +177,8 @@ def _run_up(
                 products.append(whole if plain else empty(padded, x.dtype, x))
                 # The bias goes into the product: added later it would meet a rounded sum, and near zero an activation's
                 # slope jumps.
-                product(x, pack(w).t(), None if b is None else pack(b[:, None])[:, 0], out=products[-1])
+                packed_bias = None if b is None else pack(b[:, None])[:, 0]
+                product(x, pack(w).t(), packed_bias, out=products[-1])
         if not plain:
             _run_hidden(whole, products[0], None if gate is None else products[1], up.activation)
         if whole is not out:
