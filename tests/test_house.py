@@ -41,30 +41,24 @@ DOORS = {
 # A room may have further kernels, for one generation of GPUs or for one kind of call, behind the door of kernels.py, and more
 # of the host's part behind that of op.py.
 DOORS_THAT_MAY_BE = {
-    **dict.fromkeys(
-        ("kernels_hopper.py", "kernels_hopper_128.py", "kernels_decode.py", "kernels_same_bits.py"), DOORS["kernels.py"]
-    ),
-    **dict.fromkeys(
-        ("launches.py", "backward.py", "routing.py", "grouped.py", "lora.py", "pages.py", "packing.py"), DOORS["op.py"]
-    ),
+    **dict.fromkeys(("kernels_hopper.py", "kernels_decode.py", "kernels_same_bits.py"), DOORS["kernels.py"]),
+    **dict.fromkeys(("launches.py", "backward.py", "routing.py", "grouped.py", "lora.py", "pages.py"), DOORS["op.py"]),
 }
 # What kernels of several rooms call, and the product that several rooms launch.
 SHARED_BY_KERNELS = {"linear/kernels.py", "tiles.py", "packed/kernels.py", "packed/kernels_nvidia.py"}
 OWN_MODULES = {
     "reference.py": set(),
     "kernels.py": set(),
-    "kernels_hopper.py": set(),
-    "kernels_hopper_128.py": {"kernels_hopper"},
+    "kernels_hopper.py": {"kernels"},
     "kernels_decode.py": {"kernels"},
     "kernels_same_bits.py": {"kernels", "kernels_decode"},
-    "launches.py": {"kernels", "kernels_hopper", "kernels_hopper_128"},
+    "launches.py": {"kernels", "kernels_hopper"},
     "backward.py": {"kernels", "launches"},
     "routing.py": {"kernels"},
     "grouped.py": {"kernels", "routing"},
     "lora.py": {"kernels", "routing", "grouped", "op"},
-    "packing.py": {"kernels"},
     "op.py": {
-        *("kernels", "kernels_decode", "kernels_same_bits", "launches", "backward", "routing", "grouped", "packing"),
+        *("kernels", "kernels_decode", "kernels_same_bits", "launches", "backward", "routing", "grouped"),
     },
     "pages.py": {"kernels", "kernels_decode", "launches", "op"},
     "__init__.py": {"op", "lora", "pages", "reference", "kernels"},
