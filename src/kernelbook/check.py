@@ -22,6 +22,7 @@ since the largest of many errors is a matter of luck::
 
 import contextlib
 import dataclasses
+import importlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -42,6 +43,7 @@ __all__ = [
     "check_op",
     "compare",
     "largest_error",
+    "model",
     "poisoned_empty",
     "relative_error",
 ]
@@ -280,3 +282,8 @@ def check_op(
         for verdict in verdicts:
             verdict.require()
     return verdicts
+
+
+def model(model: torch.nn.Module, batch: Any, *, against: torch.nn.Module | None = None, **others: bool | None) -> Any:
+    """See :func:`kernelbook.interop.check_model.check_model`, which is this."""
+    return importlib.import_module("kernelbook.interop.check_model").check_model(model, batch, against=against, **others)
