@@ -286,4 +286,6 @@ def check_op(
 
 def model(model: torch.nn.Module, batch: Any, *, against: torch.nn.Module | None = None, **others: bool | None) -> Any:
     """See :func:`kernelbook.interop.check_model.check_model`, which is this."""
-    return importlib.import_module("kernelbook.interop.check_model").check_model(model, batch, against=against, **others)
+    return importlib.import_module("kernelbook.interop.check_model").check_model(
+        model, batch, against=against, **others
+    )

@@ -1,4 +1,4 @@
-"""``python -m kernelbook``: does this machine work, how fast is it, is a kernel right, a training run, a profile."""
+"""``python -m kernelbook``: does this machine work, how fast is it, is a kernel or a model right, a training run, a profile."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ WITHOUT_TENSOR_CORES = (
     "float16 and float32; bfloat16 is right, and several times slower. Triton has no tensor cores before Ampere: attention and "
     "experts do without, sparse layers and lists of neurons have them by cuBLAS"
 )
-# What a command needs beside the package's own requirements: all of the extra ``lab``.
-NEEDS = {"bench": ("pandas", "tabulate", "tqdm"), "profile": ("tabulate",)}
+# What a command needs beside the package's own requirements: of the extras ``lab`` and ``interop``.
+NEEDS = {"bench": ("pandas", "tabulate", "tqdm"), "profile": ("tabulate",), "check-model": ("transformers",)}
 
 
 # --- doctor ---------------------------------------------------------------------------------------------------------
@@ -296,6 +296,38 @@ def judge(file: Path | None, task: str | None, hints: int, seed: int | None) -> 
     return 0 if found.right else 1
 
 
+# --- check-model ----------------------------------------------------------------------------------------------------
+
+
+def check_model(given: argparse.Namespace) -> int:
+    """Loads a model, runs it on the kernels and checks it; 0 if it is right, 1 if not, 2 if there is none."""
+    import transformers
+
+    from kernelbook.interop import transformers as interop
+    from kernelbook.nn import swap
+
+    how: dict[str, Any] = {"dtype": "auto", "quantization_config": interop.NF4ExpertsConfig() if given.nf4 else None}
+    try:
+        if (given.folder / "adapter_config.json").is_file():
+            import peft
+
+            model: Any = peft.AutoPeftModelForCausalLM.from_pretrained(given.folder, is_trainable=True, **how)
+        else:
+            model = transformers.AutoModelForCausalLM.from_pretrained(given.folder, **how)
+        model = model.to(runtime.DEVICE)
+        if any(True for _ in interop.expert_modules(model)):
+            interop.use_kernels(model)
+    except (OSError, ValueError, ImportError) as error:
+        print(f"check-model: {error}", file=sys.stderr)
+        return 2
+    swap(interop.base_model(model))
+    torch.manual_seed(0)
+    vocabulary = model.config.get_text_config().vocab_size
+    found = check.model(model, torch.randint(vocabulary, (2, given.tokens), device=runtime.DEVICE))
+    print(f"\n{found}")
+    return 0 if found.ok else 1
+
+
 # --- the command line -----------------------------------------------------------------------------------------------
 
 
@@ -378,6 +410,12 @@ def parser() -> argparse.ArgumentParser:
     judged.add_argument("--task", help="what it has to do; my_tasks.py:name for a Task of your own")
     judged.add_argument("--hint", action="count", default=0, help="a hint if it is not right; again: one more")
     judged.add_argument("--seed", type=int, help="of sizes and numbers (default: new ones each time)")
+    checked = commands.add_parser(
+        "check-model", help="check a model of transformers on the kernels, layer by layer; exit code 1 if it is wrong"
+    )
+    checked.add_argument("folder", type=Path, help="a model's folder, or that of an adapter of PEFT")
+    checked.add_argument("--tokens", type=_count, default=64, help="in each of two random sequences (default: 64)")
+    checked.add_argument("--nf4", action="store_true", help="hold the experts' weights in 4 bits")
     training.add_arguments(commands.add_parser("train", help="train a small GPT with a sparse backward pass"))
     profiling.add_arguments(commands.add_parser("profile", help="record some training steps of a model"))
     return top
@@ -389,8 +427,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = top.parse_args(arguments)
     missing = [name for name in NEEDS.get(given.command, ()) if importlib.util.find_spec(name) is None]
     if missing:
+        extra = "interop" if given.command == "check-model" else "lab"
         print(
-            f"{given.command}: {', '.join(missing)} must be installed: pip install 'kernelbook[lab]'", file=sys.stderr
+            f"{given.command}: {', '.join(missing)} must be installed: pip install 'kernelbook[{extra}]'",
+            file=sys.stderr,
         )
         return 2
     try:
@@ -407,6 +447,8 @@ def _command(top: argparse.ArgumentParser, given: argparse.Namespace) -> int:
         return training.train(given)
     if given.command == "judge":
         return judge(given.file, given.task, given.hint, given.seed)
+    if given.command == "check-model":
+        return check_model(given)
     if given.command == "profile":
         return profiling.profile(given)
     if bool(given.room) == given.all:
