@@ -153,6 +153,7 @@ class Weights:
             if p.is_floating_point() and "lora_" not in name:
                 dtypes[p.dtype] = dtypes.get(p.dtype, 0) + p.numel()
         self.dtype = max(dtypes, key=lambda dtype: dtypes[dtype]) if dtypes else torch.float32
+        self.device = next((p.device for p in base.parameters()), torch.device("cpu"))
         self.exact = torch.float64 if self.dtype in (torch.float32, torch.float64) else torch.float32
 
     def place(self, name: str) -> tuple[Any, str, list[Any]]:
@@ -241,7 +242,7 @@ def _added(wrapper: Any, adapter: str, of: Callable[[torch.Tensor], torch.Tensor
 
 
 class Call:
-    """A layer's inputs by their places, its outputs, and the gradients of both."""
+    """A layer's inputs by their places, its outputs, and the gradients of both, kept on the host."""
 
     def __init__(self) -> None:
         self.places: dict[int | str, int] = {}
@@ -263,7 +264,7 @@ class Call:
             if id(value) not in views:
                 view = value.view_as(value) if value.requires_grad and torch.is_grad_enabled() else value
                 views[id(value)] = len(self.inputs), view
-                self.inputs.append(value.detach())
+                self.inputs.append(_on_host(value))
             self.places[place], view = views[id(value)]
             return view
 
@@ -275,17 +276,29 @@ class Call:
     def give(self, out: Any) -> Any:
         """Keep the outputs; each goes on as a view, since one may be what another was made of."""
         values = as_list(out)
-        self.out = detached(values)
+        self.out = [_on_host(value) if isinstance(value, torch.Tensor) else value for value in values]
         views = [value.view_as(value) if is_float(value) and value.requires_grad else value for value in values]
         self.in_graph = _watch(views, self.dy)
         return replaced(out, views)
+
+    def to(self, device: torch.device) -> "Call":
+        """Return it where the reference computes."""
+        found = copy.copy(self)
+        found.inputs = [x.to(device) for x in self.inputs]
+        found.out = [x.to(device) if isinstance(x, torch.Tensor) else x for x in self.out]
+        found.dx, found.dy = ({i: x.to(device) for i, x in part.items()} for part in (self.dx, self.dy))
+        return found
+
+
+def _on_host(t: torch.Tensor) -> torch.Tensor:
+    return t.detach().to("cpu")
 
 
 def _watch(tensors: list[Any], into: dict[int, torch.Tensor]) -> bool:
     """Put the gradients of these, once there are any, into the dictionary; whether there will be."""
     found = [(i, t) for i, t in enumerate(tensors) if is_float(t) and t.requires_grad and torch.is_grad_enabled()]
     for i, tensor in found:
-        tensor.register_hook(lambda grad, i=i: into.__setitem__(i, grad.detach()))  # type: ignore[misc]
+        tensor.register_hook(lambda grad, i=i: into.__setitem__(i, _on_host(grad)))  # type: ignore[misc]
     return bool(found)
 
 

@@ -107,10 +107,11 @@ def scalar(out: Any) -> torch.Tensor:
 
 
 def first_of(out: Any) -> torch.Tensor:
-    """The logits, or the first tensor that is no scalar."""
+    """The logits, or the first tensor that is no scalar, or the scalar, as one row."""
     if getattr(out, "logits", None) is not None:
         return out.logits  # type: ignore[no-any-return]
-    return next(value for value in as_list(out) if is_float(value) and value.ndim)
+    found = [value for value in as_list(out) if is_float(value)]
+    return torch.atleast_1d(next((value for value in found if value.ndim), found[0]))
 
 
 def padded(given: Batch) -> Batch:
@@ -269,7 +270,7 @@ class Reference:
         if not self._calls[name]:
             self.report.fail(self.trial, name, "output", "not called, and it is in the reference")
             return detached(self._compute(name, args, kwargs, self.weights.exact, {}))
-        call = self._calls[name].pop(0)
+        call = self._calls[name].pop(0).to(self.weights.device)
         self._judge_inputs(name, call, args, kwargs)
         out, truth, dx, dw = self._computed(name, call, args, kwargs, self.weights.exact)
         _, plain, plain_dx, plain_dw = self._computed(name, call, args, kwargs, None)
