@@ -284,8 +284,6 @@ def check_op(
     return verdicts
 
 
-def model(model: torch.nn.Module, batch: Any, *, against: torch.nn.Module | None = None, **others: bool | None) -> Any:
-    """See :func:`kernelbook.interop.check_model.check_model`, which is this."""
-    return importlib.import_module("kernelbook.interop.check_model").check_model(
-        model, batch, against=against, **others
-    )
+def model(*args: Any, **kwargs: Any) -> Any:
+    """Check a whole model, layer by layer: :func:`kernelbook.interop.check_model.check_model` with these arguments."""
+    return importlib.import_module("kernelbook.interop.check_model").check_model(*args, **kwargs)

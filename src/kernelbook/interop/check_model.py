@@ -1,6 +1,6 @@
 """Is a whole model still right after a swap, a quantization or an adapter? Layer by layer, by the rule of ``check.py``.
 
-``kernelbook.check.model`` is the way in. The model runs once, and hooks keep what each layer was given and what it returned,
+``kernelbook.check.model`` calls :func:`check_model`. The model runs once, and hooks keep what each layer was given and what it returned,
 forwards and backwards. Then a second model without weights runs the same batch. When one of its layers is called, that layer
 gets the model's own weights and the inputs that the model's layer had, computes in the reference's dtype and in the
 model's, and loses them again. So the memory is that of one layer, an error is that of its own layer, and masks, windows, sinks and
@@ -51,6 +51,8 @@ def _unchanged(base: nn.Module) -> Iterator[None]:
     grads = [(p, p.grad) for p in base.parameters()]
     modes = [(module, module.training) for module in base.modules()]
     device = next((p.device for p in base.parameters() if p.device.type == "cuda"), None)
+    fast = torch.backends.mha.get_fastpath_enabled()  # it passes over the modules in PyTorch's encoder layers
+    torch.backends.mha.set_fastpath_enabled(False)
     try:
         with torch.random.fork_rng(devices=[] if device is None else [device]):
             for module in base.modules():
@@ -59,6 +61,7 @@ def _unchanged(base: nn.Module) -> Iterator[None]:
                     module.training = False
             yield
     finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
         with torch.no_grad():
             for tensor, value in kept:
                 tensor.copy_(value)
@@ -273,7 +276,37 @@ def check_model(
     compiled: bool | None = None,
     captured: bool | None = None,
 ) -> Report:
-    """See :func:`kernelbook.check.model`."""
+    """Compare a model with the same one computed by plain PyTorch, layer by layer, by the rule of ``check.py``.
+
+    The model runs ``batch`` once, forwards and backwards. Each layer (attention, experts, router, norm, embedding) is then
+    computed anew from the inputs and the output's gradient that the model's own layer had, with the model's own weights:
+    packed ones made dense and LoRA pairs added in full. This is done in float32 (float64 for a model in float32), which
+    is the truth, and in the model's dtype, which says how large an error may be. Outputs, gradients of inputs and of every
+    trained parameter, what reaches a layer from the layers before it, the loss and its gradient, and the logits of the whole are
+    compared. After a step of SGD all outputs are compared again. A model of transformers is tried with padding, with packed
+    sequences (``position_ids`` that begin anew) and, where it has sliding windows that the batch does not fill, with shorter ones.
+
+    Everything random is off meanwhile. Afterwards weights, gradients, modes and the generators' states are what they were.
+    Memory: what training takes, and one layer, dense, in float32; what layers took and returned is kept on the host.
+
+    Args:
+        model: a model of transformers, also wrapped by PEFT, swapped or quantized; or any module, with ``against``.
+        batch: token ids (B, N), or the arguments by name, or in a tuple. ``labels`` are the tokens where there are none.
+            Padded tokens, and those that follow padding, lose their labels.
+        against: the model before the change, with the same names: each layer is compared with its layer, and its weights with
+            the model's: dense ones must be the same, and packed ones as near as packing them anew is. Without it the reference is
+            made of ``model.config``, with eager attention and eager experts.
+        compiled: compare with ``torch.compile(model)`` too; ``None``: on a GPU.
+        captured: compare steps of :class:`kernelbook.train.CapturedStep` with ordinary ones too; ``None``: on a GPU.
+
+    Returns:
+        A report: printed, a table of what is wrong, the largest first; ``ok``; ``rows``; ``notes`` of what is no fault, such as
+        experts that no row of this batch reached.
+
+    Raises:
+        TypeError: ``batch`` is of another kind.
+        ValueError: ``model`` is none of transformers' and there is no ``against``; an adapter is DoRA.
+    """
     checking = _Check(model, against)
     given = batch_of(batch, checking.of_transformers)
     base, report = checking.base, checking.report

@@ -359,7 +359,7 @@ class Reference:
         """What reaches a layer, of what the layers before it returned."""
         limit = GLUE * check.FLOOR[self.weights.dtype]
         for place, i in call.places.items():
-            ref = kwargs.get(place) if isinstance(place, str) else args[place] if place < len(args) else None
+            ref: Any = kwargs.get(place) if isinstance(place, str) else args[place] if place < len(args) else None
             if not is_float(ref):
                 continue
             if call.inputs[i].shape != ref.shape:

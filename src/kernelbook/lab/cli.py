@@ -303,6 +303,7 @@ def check_model(given: argparse.Namespace) -> int:
     """Loads a model, runs it on the kernels and checks it; 0 if it is right, 1 if not, 2 if there is none."""
     import transformers
 
+    from kernelbook.interop import base_model
     from kernelbook.interop import transformers as interop
     from kernelbook.nn import swap
 
@@ -320,7 +321,7 @@ def check_model(given: argparse.Namespace) -> int:
     except (OSError, ValueError, ImportError) as error:
         print(f"check-model: {error}", file=sys.stderr)
         return 2
-    swap(interop.base_model(model))
+    swap(base_model(model))
     torch.manual_seed(0)
     vocabulary = model.config.get_text_config().vocab_size
     found = check.model(model, torch.randint(vocabulary, (2, given.tokens), device=runtime.DEVICE))
