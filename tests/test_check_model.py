@@ -322,6 +322,8 @@ def test_what_a_compiler_changes_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     assert ("gradient", "norm.weight") in _wrong(check.model(model, x, against=before, compiled=True), "compiled")
     monkeypatch.setattr(torch, "compile", lambda model: model)
     assert check.model(model, x, against=before, compiled=True).ok
+    monkeypatch.setattr(torch, "compile", lambda model: None)
+    assert "TypeError: 'NoneType' object is not callable" in str(check.model(model, x, against=before, compiled=True))
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

@@ -221,6 +221,8 @@ class Weights:
             import bitsandbytes
 
             return bitsandbytes.functional.dequantize_4bit(weight.data, weight.quant_state)
+        if isinstance(weight, torch.Tensor) and weight.element_size() == 1:
+            raise ValueError(f"check.model: weights must be in a form that is known, got {name} in {weight.dtype}")
         return weight
 
 

@@ -9,7 +9,7 @@ soft caps are those of the reference, whatever the model has made of them.
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -198,6 +198,13 @@ class _Check:
                 self.report.rows.append(Row("after a step", "moved", name, 0.0 if moved else math.inf, 0.0, moved, why))
         self.trial("after a step", given, backward=False)
 
+    def attempt(self, trial: str, call: Callable[[], None]) -> None:
+        """Call it; what it raises is an outcome too."""
+        try:
+            call()
+        except Exception as error:  # a compiler can raise anything
+            self.report.fail(trial, type(self.base).__name__, "whole", f"{type(error).__name__}: {error}")
+
     def compiled(self, given: Batch, logits: torch.Tensor, gradients: Mapping[int, torch.Tensor]) -> None:
         """Under ``torch.compile``, against the model as it is."""
         for p in self.base.parameters():
@@ -296,7 +303,7 @@ def check_model(
         against: the model before the change, with the same names: each layer is compared with its layer, and its weights with
             the model's: dense ones must be the same, and packed ones as near as packing them anew is. Without it the reference is
             made of ``model.config``, with eager attention and eager experts.
-        compiled: compare with ``torch.compile(model)`` too; ``None``: on a GPU.
+        compiled: compare with ``torch.compile(model)`` too, which takes as long as compiling it; ``None``: on a GPU.
         captured: compare steps of :class:`kernelbook.train.CapturedStep` with ordinary ones too; ``None``: on a GPU.
 
     Returns:
@@ -329,7 +336,7 @@ def check_model(
                 if shorter:
                     checking.trial("window", given.but(attention_mask=None))
         if on_gpu if compiled is None else compiled:
-            checking.compiled(given, logits, trained)
+            checking.attempt("compiled", lambda: checking.compiled(given, logits, trained))
         if trained and (on_gpu if captured is None else captured):
-            checking.captured(given)
+            checking.attempt("captured", lambda: checking.captured(given))
     return report

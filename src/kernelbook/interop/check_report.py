@@ -7,6 +7,7 @@ from kernelbook import check
 
 __all__ = ["Report", "Row"]
 
+WIDTH = 60  # of names in the table
 SHOWN = 5  # of the gradients that are right, the largest errors
 
 
@@ -30,7 +31,7 @@ class Row:
 
     def __str__(self) -> str:
         note = f"  {self.note}" if self.note else ""
-        return f"{self.trial:12}  {self.what:12}  {self.name:40}  {self.error:9.2e}  {self.limit:9.2e}{note}"
+        return f"{self.trial:12}  {self.what:12}  {self.name:{WIDTH}}  {self.error:9.2e}  {self.limit:9.2e}{note}"
 
 
 @dataclasses.dataclass
@@ -65,7 +66,7 @@ class Report:
                 found = [row.passed for row in of_trial if row.what == what]
                 counts.append(f"{what} {sum(found)} of {len(found)}")
             lines.append(f"{trial:12}  right: {', '.join(counts)}")
-        head = f"{'trial':12}  {'what':12}  {'where':40}  {'error':9}  {'limit':9}"
+        head = f"{'trial':12}  {'what':12}  {'where':{WIDTH}}  {'error':9}  {'limit':9}"
         if self.wrong:
             lines += ["", "WRONG, the largest first", head, *map(str, self.wrong)]
         gradients = [row for row in self.rows if row.passed and row.what == "gradient"]
