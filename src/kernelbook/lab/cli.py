@@ -301,6 +301,14 @@ def judge(file: Path | None, task: str | None, hints: int, seed: int | None) -> 
 
 def check_model(given: argparse.Namespace) -> int:
     """Loads a model, runs it on the kernels and checks it; 0 if it is right, 1 if not, 2 if there is none."""
+    names = "config.json", "adapter_config.json"
+    try:
+        has_config, has_adapter = ((given.folder / name).is_file() for name in names)
+    except OSError:  # such as a name that is too long
+        has_config = has_adapter = False
+    if not (has_config or has_adapter):
+        print(f"check-model: the folder must have a {' or an '.join(names)}, got {given.folder}", file=sys.stderr)
+        return 2
     import transformers
 
     from kernelbook.interop import base_model
@@ -309,7 +317,7 @@ def check_model(given: argparse.Namespace) -> int:
 
     how: dict[str, Any] = {"dtype": "auto", "quantization_config": interop.NF4ExpertsConfig() if given.nf4 else None}
     try:
-        if (given.folder / "adapter_config.json").is_file():
+        if has_adapter:
             import peft
 
             model: Any = peft.AutoPeftModelForCausalLM.from_pretrained(given.folder, is_trainable=True, **how)
