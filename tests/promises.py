@@ -106,6 +106,14 @@ PROMISES = {
         },
         rows="q k v", but=("in place",), op="flash_attention",
     ),
+    "attention of packed sequences": Promise(
+        kb.flash_attention,
+        lambda: {
+            "q": draw(1, 4, 20, 16), "k": draw(1, 2, 20, 16), "v": draw(1, 2, 20, 16), "causal": True,
+            "cu_seqlens": ids(0, 7, 8, 8, 19),
+        },
+        rows="q k v", but=("in place",), op="flash_attention",
+    ),
     "decoding": Promise(
         kb.flash_attention, lambda: {"q": draw(2, 4, 1, 16), "k": draw(2, 2, 20, 16), "v": draw(2, 2, 20, 16)},
         rows="q k v", but=("in place",), op="flash_attention",

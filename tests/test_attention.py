@@ -379,7 +379,9 @@ def test_what_the_backward_pass_is_given(causal: bool, n: int) -> None:
     """The logarithm of each query's sum, and infinity where a query sees no key."""
     q, k, v = _qkv(3, 4, 2, n, 30, 16)
     lengths = torch.tensor([30, 3, 0], device=q.device)
-    o, lse = torch.ops.kernelbook.flash_attention(q, k, v, lengths, None, causal, 0.25, None, None, True, True, "")
+    o, lse = torch.ops.kernelbook.flash_attention(
+        q, k, v, lengths, None, None, causal, 0.25, None, None, True, True, ""
+    )
     keys, queries = torch.arange(30, device=q.device), torch.arange(n, device=q.device)
     seen = (keys < lengths[:, None, None]).expand(3, n, 30)
     if causal:

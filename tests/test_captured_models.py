@@ -124,6 +124,12 @@ def test_masks_that_leave_nothing_out_are_known() -> None:
     assert interop.known_masks(model, batch)["attention_mask"] is batch["attention_mask"]
     packed = {"input_ids": batch["input_ids"], "position_ids": torch.arange(9)[None] % 5}
     assert interop.known_masks(model, packed) == packed
+    begins = torch.tensor([0, 5, 8], dtype=torch.int32)
+    found = interop.known_masks(model, packed | {"cu_seq_lens_q": begins, "cu_seq_lens_k": begins, "max_length_q": 5})
+    assert found.keys() == {*packed, "cu_seq_lens_q", "cu_seq_lens_k"}
+    assert found["cu_seq_lens_q"].dtype == torch.int32
+    rows = batch["input_ids"].numel()
+    assert found["cu_seq_lens_q"].tolist() == found["cu_seq_lens_k"].tolist() == [0, 5, *[8] * (rows - 1)]
     model.config.sliding_window = 4  # of which Llama's own code makes no masks
     assert "attention_mask" not in interop.known_masks(model, {"input_ids": batch["input_ids"]})
     model.config.sliding_window = None
@@ -183,6 +189,36 @@ def test_a_captured_step_has_our_attention_in_all_layers(
         logits = model(**interop.known_masks(model, batch), use_cache=False).logits
     assert windows == {"llama": [None, None], "mistral": [4, 4], "gemma2": [4, None], "gpt_oss": [4, None]}[kind]
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", ("position_ids", "cu_seq_lens"))
+@pytest.mark.parametrize("kind", ("llama", *WITH_WINDOWS))
+def test_a_captured_step_follows_packed_batches(kind: str, how: str) -> None:
+    """One graph for all boundaries, also if the steps before the capture had one sequence each."""
+    model = llama() if kind == "llama" else windowed(kind)
+    swap(model, quiet=True)
+    plain = copy.deepcopy(model)
+    batches = []
+    for lengths in ((24,), (24,), (24,), (5, 1, 11, 7), (20, 4), (24,), (1,) * 24, (9, 9, 6)):
+        ids = tokens(1, 24)
+        places = torch.cat([torch.arange(n, device=ids.device) for n in lengths])[None]
+        batch = {"input_ids": ids, "labels": ids, "position_ids": places, "use_cache": False}
+        if how == "cu_seq_lens":
+            ends = torch.tensor((0, *lengths), device=ids.device).cumsum(0, dtype=torch.int32)
+            batch |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": max(lengths)}
+        batches.append(batch)
+    step = CapturedStep(model, adam(model))
+    losses = torch.stack([step(**interop.known_masks(model, batch)) for batch in batches])
+    optimizer, expected = adam(plain), []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = plain(**batch).loss
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.detach())
+    assert step.why_eager is None and len(step._calls) == 1
+    torch.testing.assert_close(losses, torch.stack(expected), rtol=1e-3, atol=0)
 
 
 def test_masks_of_other_kinds_of_models_stay() -> None:

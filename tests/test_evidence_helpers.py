@@ -14,10 +14,9 @@ import triton.language as tl
 from kernelbook import runtime
 from kernelbook.attention.kernels import _dot as attention_dot
 from kernelbook.attention.kernels import _flash_attention_bwd_delta_kernel, _length, _place, _visible
-from kernelbook.moe_lora.kernels import _dot as moe_dot
 from kernelbook.packed import NF4
 from kernelbook.packed.kernels import bits, halves, in_two, load_tile, table
-from kernelbook.tiles import grouped
+from kernelbook.tiles import dot, grouped
 
 
 def _integers(*shape: int) -> torch.Tensor:
@@ -265,7 +264,7 @@ def _products_kernel(a_ptr, b_ptr, ours_ptr, theirs_ptr, PRECISION: tl.constexpr
     a, b = tl.load(a_ptr + offs), tl.load(b_ptr + offs)
     acc = tl.zeros((16, 16), tl.float32)
     tl.store(ours_ptr + offs, attention_dot(a, b, acc, PRECISION))
-    tl.store(theirs_ptr + offs, moe_dot(a, b, acc, tl.float32, PRECISION))
+    tl.store(theirs_ptr + offs, dot(a, b, acc, PRECISION))
 
 
 def _to_tf32(x: torch.Tensor) -> torch.Tensor:

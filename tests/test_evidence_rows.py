@@ -72,7 +72,7 @@ def _routed(*counts: int, skipped: int = 0) -> tuple[torch.Tensor, kb.Routing]:
 def test_products_of_rows_in_small_and_large_tiles(rank: int, lora: str, block_n: int) -> None:
     """Experts with more rows than a small tile, with as many, and with fewer; U has no element that nobody wrote."""
     ids, routing = _routed(20, 16, 5, skipped=7)
-    tiles = kernels.tiles(4, 2, BLOCK_M=32, BLOCK_N=block_n, BLOCK_K=16, GROUP=2, SMALL_M=16)
+    tiles = kernels.tiles(4, 2, BLOCK_M=32, BLOCK_N=block_n, BLOCK_K=16, SMALL_M=16)
     w, a = randn(3, 48, 40, dtype=torch.float16), randn(3, rank, 48, dtype=torch.float16) / 7
     x, b = randn(48, 48, dtype=torch.float16), randn(3, 40, rank, dtype=torch.float16) / 4
     exact = moe_lora_reference(*(t.double() for t in (x, w, a, b)), ids)
@@ -129,10 +129,10 @@ def test_sums_over_the_only_row_there_is() -> None:
 
 
 def test_a_token_with_many_slots() -> None:
-    """More than are unrolled."""
+    """More than any model has, all unrolled."""
     values, gates, x = randn(3 * 20, 10), randn(3, 20), randn(3, 10)
     out, dgates = torch.empty_like(x), torch.empty_like(gates)
-    step = grouped.combine_step(60, 20, 10, values.dtype, has_gates=True, with_dgates=True)
+    step = grouped.combine_step(60, 20, 10, values.dtype, with_dgates=True)
     grouped.combine(step, values, out, gates, None, x, dgates)
     by_slot = values.view(3, 20, 10)
     torch.testing.assert_close(out, (by_slot * gates[..., None]).sum(1), rtol=1e-5, atol=1e-5)

@@ -10,7 +10,7 @@ import functools
 
 import pytest
 import torch
-from tensors import randn
+from tensors import label, randn
 
 from kernelbook import arguments, check, runtime
 from kernelbook.scatter_ffn import gather_matmul_reference, scatter_ffn_reference
@@ -113,3 +113,18 @@ def test_lengths() -> None:
         ]
         grads = [torch.autograd.grad(o.square().sum(), t) for o, t in zip(out, leaves, strict=True)]
         assert torch.equal(*out) and all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+@pytest.mark.parametrize("same_bits", (False, True))
+@pytest.mark.parametrize("rows", ((-5, 12, 40), (3, 99, 7, 30), (0, 2**40, -(2**40), 40), (50, 40, 30)), ids=label)
+def test_boundaries(rows: tuple[int, ...], same_bits: bool) -> None:
+    """What rows see is not defined, but it lies in q, k and v: so all is finite where these are, and memory beside stays."""
+    q, k, v = (randn(1, 2, 100, 16) for _ in range(3))
+    for t in (q, k, v):
+        t[:, :, :30], t[:, :, 70:] = float("nan"), float("nan")  # what lies before and behind
+    leaves = [t[:, :, 30:70].requires_grad_() for t in (q, k, v)]
+    for causal in (False, True):
+        with runtime.same_bits(same_bits):
+            o = kb.flash_attention(*leaves, causal=causal, cu_seqlens=torch.tensor(rows, device=q.device))
+            grads = torch.autograd.grad(o.square().sum(), leaves)
+        assert all(t.isfinite().all() for t in (o, *grads))

@@ -1,6 +1,7 @@
 """transformers' attention on the kernels: logits, gradients and generated tokens of tiny models are their own."""
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -219,6 +220,71 @@ def test_a_step_compiled_once_serves_all_lengths() -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
 
 
+# As TRL packs: several lengths, one of them 1, and padding at the end, each token of which has position 0. In two rows too.
+LENGTHS, PADDING = (5, 1, 4, 7, 1), 2
+
+
+def _packed(how: str) -> tuple[torch.Tensor, dict[str, Any]]:
+    """-> tokens, and what tells where sequences begin; ``rows``: in each row of a batch."""
+    places = torch.cat([*map(torch.arange, LENGTHS), torch.zeros(PADDING, dtype=torch.int64)]).to(runtime.DEVICE)
+    more: dict[str, Any] = {"position_ids": places.view(2 if how == "rows" else 1, -1), "use_cache": how == "cache"}
+    if how == "cu_seq_lens":
+        begins = torch.tensor([0, *itertools.accumulate(LENGTHS)], dtype=torch.int32, device=runtime.DEVICE)
+        more |= {"cu_seq_lens_q": begins, "cu_seq_lens_k": begins, "max_length_q": 7, "max_length_k": 7}
+    return tokens(*more["position_ids"].shape), more
+
+
+@pytest.mark.parametrize("how", ("position_ids", "cache", "cu_seq_lens", "rows"))
+@pytest.mark.parametrize("name", MODELS)
+def test_packed_sequences_are_alone(name: str, how: str, calls: list[dict[str, Any]]) -> None:
+    """Logits and gradients of a packed batch, against those of the model's own attention for each sequence."""
+    model, count = attention_model(name), sum(LENGTHS)
+    ids, more = _packed(how)
+    parts = ids.view(1, -1)[:, :count].split(LENGTHS, 1)
+
+    def alone(each: Any) -> list[torch.Tensor]:
+        return _with_gradients(each, torch.cat([each(part, use_cache=False).logits for part in parts], 1))
+
+    truth, theirs = alone(copy.deepcopy(model).double()), alone(model)
+    ours = _ours(copy.deepcopy(model))
+    logits = ours(ids, **more).logits.reshape(1, ids.numel(), -1)
+    assert len(calls) == 2 and all(call["cu_seqlens"] is not None and call["n"] == ids.numel() for call in calls)
+    for i, (a, b, c) in enumerate(zip(_with_gradients(ours, logits[:, :count]), truth, theirs, strict=True)):
+        factor = check.GRADIENT_FACTOR if i else check.FORWARD_FACTOR
+        check.compare(f"{name} {i}", a, b, c, factor=factor).require()
+
+
+def _with_gradients(model: Any, logits: torch.Tensor) -> list[torch.Tensor]:
+    weights = [p for p in model.parameters() if p.requires_grad]
+    return [logits.detach(), *torch.autograd.grad(logits.square().mean(), weights, materialize_grads=True)]
+
+
+def test_the_mask_of_packed_sequences_for_others() -> None:
+    """A layer with dropout falls back: sequences are told apart there too."""
+    q, k, v = (randn(2, 4, 6, 8) for _ in range(3))
+    number = torch.tensor([[0, 0, 1, 1, 1, 2], [0, 0, 0, 0, 1, 1]], device=runtime.DEVICE)
+    begins = named_attention.cu_seqlens(number)
+    assert begins.tolist() == [0, 2, 5, 6, 10, *[12] * 8]
+    for window in (None, 2):
+        mask = named_attention.encode_packed(begins, window)
+        module = torch.nn.Module()
+        ours, _ = interop.attention_forward(module, q, k, v, mask)
+        theirs, _ = interop.attention_forward(module, q, k, v, mask, dropout=1e-30)
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+        with pytest.raises(
+            ValueError, match=r"attention_mask must be of booleans or floating point, got torch\.uint64"
+        ):
+            interop.attention_forward(module, q, k, v, mask[:, :, :-1])
+    places = torch.tensor([[0, 1, 0, 1, 2, 0], [0, 1, 2, 3, 0, 1]], device=runtime.DEVICE)
+    for causal in (False, True):
+        for more in ({"position_ids": places}, {"cu_seq_lens_q": begins[:6]}):
+            ours, theirs = (
+                interop.attention_forward(module, q, k, v, None, dropout=p, is_causal=causal, **more)[0]
+                for p in (0.0, 1e-30)
+            )
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("window", (None, 1, 3))
 @pytest.mark.parametrize("stated", (False, True))
 def test_what_a_statement_says_to_others(stated: bool, window: int | None) -> None:
@@ -227,7 +293,7 @@ def test_what_a_statement_says_to_others(stated: bool, window: int | None) -> No
     lengths = torch.tensor([9, 7, 8], device=runtime.DEVICE) if stated else None
     none = torch.empty(0, dtype=torch.int64, device=runtime.DEVICE)
     mask = named_attention.encode_mask(none if lengths is None else lengths, window)
-    made = named_attention.boolean_mask(mask, 5, 9)
+    made = named_attention.boolean_mask(mask, 3, 5, 9)
     expected = flash_attention(q, k, v, causal=True, lengths=lengths, window=window)
     wide = (t.repeat_interleave(2, dim=1) for t in (k, v))
     torch.testing.assert_close(

@@ -304,5 +304,5 @@ def test_the_rules_choose_what_a_search_found_more_than_a_tenth_faster() -> None
     down, split = scatter_ffn.vector_down(1, 1152, 691, "bfloat16", H200)
     assert (down.kwargs["BLOCK_L"], down.kwargs["BLOCK_C"], down.kwargs["UNROLL"], split) == (32, 32, 8, 4)
     assert scatter_ffn.vector_down(1, 2560, 1024, "bfloat16", H200)[0].kwargs["BLOCK_C"] == 64
-    chosen = [moe_lora.choose_strategy(8, 128, 1536, 2048, 16, H200, copies_b) for copies_b in (False, True)]
+    chosen = [moe_lora.choose_strategy(8, H200, copies_b=copies_b) for copies_b in (False, True)]
     assert chosen == ["fused", "split"]

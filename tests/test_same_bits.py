@@ -145,7 +145,7 @@ def test_no_rule_looks_at_how_many_rows_there_are(target: str, monkeypatch: pyte
                 assert len({moe.rows_tiles(m, 128, 0, itemsize, access, p) for m in COUNTS}) == 1
             assert len({moe.shrink_tiles(m, 128, 8192, 16, itemsize, p) for m in COUNTS}) == 1
             assert {sparse.strategy(m, 4096, 512, 64, itemsize, True, False, p) for m in COUNTS} == {"packed"}
-        assert {moe.choose_strategy(m, 128, 2048, 1536, 16, p) for m in COUNTS} == {"split"}
+        assert {moe.choose_strategy(m, p) for m in COUNTS} == {"split"}
         assert all(products.decodes_on_the_way(m, 8, p) for m in COUNTS)
         assert {scatter.strategy(m, 4096, 4096, 400, "bfloat16", True, p) for m in COUNTS} == {"packed"}
         for routed in (True, False):

@@ -24,6 +24,7 @@ from kernelbook.scatter_ffn import (
     kernels,
     scatter_ffn_reference,
 )
+from kernelbook.study import scatter_ffn_with_atomics
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 Tensors = dict[str, torch.Tensor]
@@ -838,7 +839,7 @@ def test_calls_follow_each_other_closely() -> None:
 @pytest.mark.gpu
 @pytest.mark.alone
 def test_first_call_is_short() -> None:
-    from kernelbook.lab.bench import scatter_ffn as bench
+    from bench import scatter_ffn as bench
 
     for case in bench.cases():
         if case.mode == "first_call":
@@ -846,6 +847,45 @@ def test_first_call_is_short() -> None:
             assert isinstance(problem, timing.FirstCall)
             for code in problem.providers.values():
                 assert timing.first_call_ms(code) < 10_000
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=label)
+def test_with_atomics(dtype: torch.dtype) -> None:
+    network = _network(18, 40, 60, 20, dtype)
+    neurons = torch.cat([_neurons(60, 32), _neurons(60, 3)])  # three of them may come twice
+    ours = functools.partial(scatter_ffn_with_atomics, neurons=neurons, activation="gelu", block_l=16)
+    reference = functools.partial(scatter_ffn_reference, neurons=neurons, activation="gelu")
+    check.check_op(ours, reference, network, grads=tuple(network))
+    assert torch.equal(scatter_ffn_with_atomics(**network, neurons=neurons[:0]), torch.zeros_like(ours(**network)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    (
+        ({"w_up": torch.empty(60, 39)}, r"scatter_ffn_with_atomics: w_up must have shape \(60, 40\), got \(60, 39\)"),
+        ({"block_l": 48}, "scatter_ffn_with_atomics: block_l must be a power of two, got 48"),
+        ({"block_l": 8}, "scatter_ffn_with_atomics: block_l must be at least 16, got 8"),
+        ({"activation": "tanh"}, "scatter_ffn_with_atomics: activation must be one of"),
+    ),
+    ids=("shape", "block", "small block", "activation"),
+)
+def test_with_atomics_bad_input(changes: dict[str, Any], message: str) -> None:
+    network = _network(2, 40, 60, 20)
+    changes = {name: v.to(runtime.DEVICE) if isinstance(v, torch.Tensor) else v for name, v in changes.items()}
+    with pytest.raises(ValueError, match=message):
+        scatter_ffn_with_atomics(**{**network, "neurons": _neurons(60, 4), **changes})
+
+
+def test_with_atomics_wants_no_order() -> None:
+    given = {**_network(2, 40, 60, 20), "neurons": _neurons(60, 4)}
+    with kb.same_bits(), pytest.raises(ValueError, match=r"scatter_ffn_with_atomics: same_bits\(\) must be off"):
+        scatter_ffn_with_atomics(**given)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(RuntimeError, match="scatter_ffn_with_atomics has no deterministic implementation"):
+            scatter_ffn_with_atomics(**given)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.gpu

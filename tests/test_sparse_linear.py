@@ -168,7 +168,7 @@ def test_every_way_to_cut_the_work(plan: kernels.Plan, dtype: torch.dtype, wante
         dx = torch.empty_like(x) if with_dx else None
         dw, db = (x.new_empty(rows, d_in), x.new_empty(rows)) if with_dw else (None, None)
         chunks = packing.Chunks(chunk, d_out, dw_compact=compact, listed=3)
-        tiles = op._plan_tiles(plan, chunks, m, d_in, dtype, (with_dx, with_dw, with_dw))
+        tiles = op._plan_tiles(plan, chunks, m, d_in, with_dx, with_dw)
         op._run_tiles(tiles, ids, dy, x, weight, dx, dw, db)
     tolerance = 2e-3 if dtype == torch.float16 else 1e-13
     if with_dw:

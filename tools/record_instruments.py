@@ -23,16 +23,17 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
+import instrument_gluon
 import numpy as np
 import torch
 
 import kernelbook as kb
+from bench import nf4 as nf4_bench
+from bench.moe_block import MODELS
 from kernelbook import runtime, train
 from kernelbook.lab import compiled, record
-from kernelbook.lab.bench import nf4 as nf4_bench
-from kernelbook.lab.bench.moe_block import MODELS
 from kernelbook.launch import Launch
-from kernelbook.scatter_ffn.kernels import _total
+from kernelbook.tiles import is_last_share, sum_of_shares
 
 # isort: split
 import triton
@@ -731,13 +732,13 @@ def _tickets_kernel(
     share = tl.program_id(0)
     offs = tl.arange(0, BLOCK)
     sums = tl.load(x_ptr + share * BLOCK + offs)
-    total, is_last = _total(sums, share, 0, partial_ptr + offs, BLOCK, tickets_ptr, offs < BLOCK, SPLIT)
-    if is_last:
-        tl.store(y_ptr + offs, total)
+    tl.store(partial_ptr + share * BLOCK + offs, sums)
+    if is_last_share(tickets_ptr, SPLIT):
+        tl.store(y_ptr + offs, sum_of_shares(partial_ptr + offs, BLOCK, SPLIT, offs < BLOCK))
 
 
 def scatter_ffn() -> Recording:
-    """Four programs draw tickets in three orders; the package's ``_total`` adds up."""
+    """Four programs draw tickets in three orders; the package's helpers say who is last, and add up."""
     split, block = 4, 8
     x = torch.randn(split, block, generator=torch.Generator().manual_seed(2))
     runs, totals = [], []
@@ -753,7 +754,9 @@ def scatter_ffn() -> Recording:
             if access.kind == "barrier":
                 continue
             row = access.elements[0] // block
-            if access.tensor == "tickets":
+            if access.tensor == "tickets" and access.kind == "store":
+                frames.show(f"Program {program} sets the counter back to 0.", [["tickets", 0, code, ["0"]]])
+            elif access.tensor == "tickets":
                 drawn += 1
                 note = f"Program {program} draws ticket {drawn - 1}."
                 note += (
@@ -1300,7 +1303,7 @@ RECORDINGS: dict[str, Callable[[], Recording]] = {
     name: function
     for name, function in list(globals().items())
     if getattr(function, "__annotations__", {}).get("return") is Recording
-}
+} | {"gluon": instrument_gluon.gluon}
 
 
 def written(recording: Recording) -> str:

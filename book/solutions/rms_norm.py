@@ -91,6 +91,14 @@ def rms_norm_gradients(dy, x, weight, programs=512):
     return dx, partial.sum(0).to(weight.dtype)
 
 
+def rms_norm_dx(dy, x, weight):
+    return rms_norm_gradients(dy, x, weight)[0]
+
+
+def rms_norm_dw(dy, x, weight):
+    return rms_norm_gradients(dy, x, weight)[1]
+
+
 class RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight):

@@ -211,8 +211,12 @@ def check_indices(op: str, name: str, value: object) -> None:
         raise ValueError(f"{op}: {name} must have one dimension, got shape {tuple(value.shape)}")
 
 
-def check_index_values(op: str, name: str, value: torch.Tensor, upper: int | None, *, unique: bool = False) -> None:
+def check_index_values(
+    op: str, name: str, value: torch.Tensor, upper: int | None, *, unique: bool = False, boundaries: bool = False
+) -> None:
     """Raise unless all entries lie in ``[0, upper)``, from 0 on without ``upper``, and with ``unique`` none comes twice.
+
+    ``boundaries``: the first must be 0, and none below the one before.
 
     Called from an operator's implementation, where the entries exist (``torch.compile`` traces the public function
     without them); what has none is not checked. They are looked at on the CPU, and on a GPU under ``KERNELBOOK_DEBUG=1``
@@ -226,6 +230,8 @@ def check_index_values(op: str, name: str, value: torch.Tensor, upper: int | Non
     if low < 0 or (upper is not None and high >= upper):
         expected = "not be negative" if upper is None else f"lie in [0, {upper})"
         raise ValueError(f"{op}: {name} must {expected}, got entries from {low} to {high}")
+    if boundaries and (int(value[0]) or bool((value.diff() < 0).any())):
+        raise ValueError(f"{op}: {name} must begin at 0 and not fall, got {value.tolist()}")
     if unique:
         ids, counts = value.unique(return_counts=True)
         if ids.numel() != value.numel():

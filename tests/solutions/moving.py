@@ -22,6 +22,51 @@ def vector_add(x, y):
 
 
 @triton.jit
+def _copy_kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out_ptr + offs, tl.load(x_ptr + offs, mask=offs < n, other=0.0), mask=offs < n)
+
+
+def copy(x):
+    out = torch.empty_like(x)
+    if len(x):
+        _copy_kernel[(triton.cdiv(len(x), 1024),)](x, out, len(x), BLOCK=1024)
+    return out
+
+
+@triton.jit
+def _strided_copy_kernel(x_ptr, stride_m, stride_n, out_ptr, N, BLOCK_N: tl.constexpr):
+    row, offs = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_N).to(tl.int64)
+    x = tl.load(x_ptr + row * stride_m + offs * stride_n, mask=offs < N, other=0.0)
+    tl.store(out_ptr + row * N + offs, x, mask=offs < N)
+
+
+def strided_copy(x):
+    M, N = x.shape
+    out = torch.empty(M, N, dtype=x.dtype, device=x.device)
+    if M:
+        _strided_copy_kernel[(M,)](x, *x.stride(), out, N, BLOCK_N=triton.next_power_of_2(N))
+    return out
+
+
+@triton.jit
+def _residual_relu_kernel(x_ptr, stride_xm, stride_xn, r_ptr, stride_rm, stride_rn, y_ptr, N, BLOCK_N: tl.constexpr):
+    row, offs = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_N).to(tl.int64)
+    x = tl.load(x_ptr + row * stride_xm + offs * stride_xn, mask=offs < N, other=0.0)
+    r = tl.load(r_ptr + row * stride_rm + offs * stride_rn, mask=offs < N, other=0.0)
+    tl.store(y_ptr + row * N + offs, tl.maximum(x + r, 0.0).to(y_ptr.dtype.element_ty), mask=offs < N)
+
+
+def residual_relu(x, residual):
+    M, N = x.shape
+    y = torch.empty(M, N, dtype=x.dtype, device=x.device)
+    if M:
+        width = triton.next_power_of_2(N)
+        _residual_relu_kernel[(M,)](x, *x.stride(), residual, *residual.stride(), y, N, BLOCK_N=width)
+    return y
+
+
+@triton.jit
 def _transpose_kernel(x_ptr, stride_m, stride_n, y_ptr, M, N, BLOCK: tl.constexpr):
     offs_m = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     offs_n = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
@@ -40,9 +85,11 @@ def transposed_copy(x):
 
 
 @triton.jit
-def _gather_kernel(table_ptr, stride_r, stride_n, ids_ptr, out_ptr, N, BLOCK_N: tl.constexpr):
+def _gather_kernel(
+    table_ptr, stride_r, stride_n, ids_ptr, stride_t, stride_k, out_ptr, k, N, BLOCK_N: tl.constexpr
+):  # fmt: skip
     slot = tl.program_id(0).to(tl.int64)
-    row = tl.load(ids_ptr + slot)
+    row = tl.load(ids_ptr + slot // k * stride_t + slot % k * stride_k)
     offs_n = tl.arange(0, BLOCK_N).to(tl.int64)
     values = tl.load(table_ptr + row * stride_r + offs_n * stride_n, mask=offs_n < N, other=0.0)
     tl.store(out_ptr + slot * N + offs_n, values, mask=offs_n < N)
@@ -53,8 +100,13 @@ def topk_gather(table, ids):
     N = table.shape[1]
     out = torch.empty(T, k, N, dtype=table.dtype, device=table.device)
     if T:
-        _gather_kernel[(T * k,)](table, *table.stride(), ids, out, N, BLOCK_N=triton.next_power_of_2(N))
+        width = triton.next_power_of_2(N)
+        _gather_kernel[(T * k,)](table, *table.stride(), ids, *ids.stride(), out, k, N, BLOCK_N=width)
     return out
+
+
+def top1_gather(table, ids):
+    return topk_gather(table, ids[:, None])[:, 0]
 
 
 @triton.jit
@@ -108,15 +160,15 @@ def rope(x, cos, sin):
 
 
 @triton.jit
-def _counts_kernel(ids_ptr, counts_ptr, T, BLOCK: tl.constexpr):
+def _counts_kernel(ids_ptr, stride, counts_ptr, T, BLOCK: tl.constexpr):
     offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    ids = tl.load(ids_ptr + offs, mask=offs < T, other=0)
+    ids = tl.load(ids_ptr + offs * stride, mask=offs < T, other=0)
     tl.atomic_add(counts_ptr + ids, 1, mask=offs < T)
 
 
 def expert_counts(ids, num_experts):
     counts = torch.zeros(num_experts, dtype=torch.int32, device=ids.device)
-    _counts_kernel[(triton.cdiv(len(ids), 256),)](ids, counts, len(ids), BLOCK=256)
+    _counts_kernel[(triton.cdiv(len(ids), 256),)](ids, ids.stride(0), counts, len(ids), BLOCK=256)
     return counts
 
 
@@ -150,12 +202,12 @@ def matmul(a, b):
 
 @triton.jit
 def _gather_linear_kernel(
-    x_ptr, stride_xm, stride_xk, w_ptr, stride_wn, stride_wk, rows_ptr, y_ptr, L, K,
+    x_ptr, stride_xm, stride_xk, w_ptr, stride_wn, stride_wk, rows_ptr, stride_r, y_ptr, L, K,
     BLOCK_L: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0).to(tl.int64)
     offs_l = tl.program_id(1) * BLOCK_L + tl.arange(0, BLOCK_L)
-    rows = tl.load(rows_ptr + offs_l, mask=offs_l < L, other=0)
+    rows = tl.load(rows_ptr + offs_l.to(tl.int64) * stride_r, mask=offs_l < L, other=0)
     acc = tl.zeros((BLOCK_L,), tl.float32)
     for start in range(0, K, BLOCK_K):
         offs_k = (start + tl.arange(0, BLOCK_K)).to(tl.int64)
@@ -171,7 +223,9 @@ def gather_linear(x, weight, rows):
     L = len(rows)
     y = torch.empty(M, L, dtype=x.dtype, device=x.device)
     grid = M, triton.cdiv(L, 16)
-    _gather_linear_kernel[grid](x, *x.stride(), weight, *weight.stride(), rows, y, L, K, BLOCK_L=16, BLOCK_K=64)
+    _gather_linear_kernel[grid](
+        x, *x.stride(), weight, *weight.stride(), rows, rows.stride(0), y, L, K, BLOCK_L=16, BLOCK_K=64
+    )
     return y
 
 
@@ -197,13 +251,13 @@ def _decode_kernel(
     q_ptr, stride_qb, stride_qh, stride_qd,
     k_ptr, stride_kb, stride_kh, stride_ks, stride_kd,
     v_ptr, stride_vb, stride_vh, stride_vs, stride_vd,
-    lengths_ptr, out_ptr, H, scale,
+    lengths_ptr, stride_l, out_ptr, H, scale,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     b, h = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     offs_d = tl.arange(0, D).to(tl.int64)
     q = tl.load(q_ptr + b * stride_qb + h * stride_qh + offs_d * stride_qd).to(tl.float32) * scale
-    length = tl.load(lengths_ptr + b)
+    length = tl.load(lengths_ptr + b * stride_l)
     biggest, total, acc = -float("inf"), 0.0, tl.zeros((D,), tl.float32)
     for start in range(0, length, BLOCK_S):
         offs_s = (start + tl.arange(0, BLOCK_S)).to(tl.int64)
@@ -229,7 +283,7 @@ def decode_attention(q, k, v, lengths):
     B, H, D = q.shape
     out = torch.empty(B, H, D, dtype=q.dtype, device=q.device)
     _decode_kernel[(B, H)](
-        q, *q.stride(), k, *k.stride(), v, *v.stride(), lengths, out, H, D**-0.5,
+        q, *q.stride(), k, *k.stride(), v, *v.stride(), lengths, lengths.stride(0), out, H, D**-0.5,
         GROUP=H // k.shape[1], D=D, BLOCK_S=64,
     )  # fmt: skip
     return out

@@ -18,23 +18,6 @@ def _store_row(ptr, row, N, values, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _bias_relu_kernel(x_ptr, stride_m, stride_n, b_ptr, stride_b, y_ptr, N, BLOCK_N: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    x = _load_row(x_ptr, row, stride_m, stride_n, N, 0.0, BLOCK_N)
-    b = _load_row(b_ptr, 0, 0, stride_b, N, 0.0, BLOCK_N)
-    _store_row(y_ptr, row, N, tl.maximum(x + b, 0.0), BLOCK_N)
-
-
-def bias_relu(x, bias):
-    M, N = x.shape
-    y = torch.empty(M, N, dtype=x.dtype, device=x.device)
-    _bias_relu_kernel[(max(M, 1),)](
-        x, *x.stride(), bias, bias.stride(0), y, N if M else 0, BLOCK_N=triton.next_power_of_2(N)
-    )
-    return y
-
-
-@triton.jit
 def _silu_mul_kernel(g_ptr, stride_gm, stride_gn, u_ptr, stride_um, stride_un, y_ptr, N, BLOCK_N: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     g = _load_row(g_ptr, row, stride_gm, stride_gn, N, 0.0, BLOCK_N)
@@ -142,18 +125,61 @@ def column_sum(x):
 
 
 @triton.jit
-def _cross_entropy_kernel(x_ptr, stride_m, stride_n, target_ptr, out_ptr, N, BLOCK_N: tl.constexpr):
+def _row_sum_kernel(x_ptr, stride_m, stride_n, out_ptr, N, BLOCK_N: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    x = _load_row(x_ptr, row, stride_m, stride_n, N, 0.0, BLOCK_N)
+    tl.store(out_ptr + row, tl.sum(x).to(out_ptr.dtype.element_ty))
+
+
+def row_sum(x):
+    M, N = x.shape
+    out = torch.empty(M, dtype=x.dtype, device=x.device)
+    if M:
+        _row_sum_kernel[(M,)](x, *x.stride(), out, N, BLOCK_N=triton.next_power_of_2(N))
+    return out
+
+
+@triton.jit
+def _row_argmax_kernel(x_ptr, stride_m, stride_n, out_ptr, N, BLOCK_N: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     x = _load_row(x_ptr, row, stride_m, stride_n, N, -float("inf"), BLOCK_N)
-    biggest = tl.max(x)
-    own = tl.load(x_ptr + row * stride_m + tl.load(target_ptr + row) * stride_n).to(tl.float32)
-    loss = biggest + tl.log(tl.sum(tl.exp(x - biggest))) - own
-    tl.store(out_ptr + row, loss.to(out_ptr.dtype.element_ty))
+    tl.store(out_ptr + row, tl.argmax(x, axis=0).to(tl.int64))
 
 
-def cross_entropy(logits, targets):
-    M, N = logits.shape
-    out = torch.empty(M, dtype=logits.dtype, device=logits.device)
+def row_argmax(x):
+    M, N = x.shape
+    out = torch.empty(M, dtype=torch.int64, device=x.device)
     if M:
-        _cross_entropy_kernel[(M,)](logits, *logits.stride(), targets, out, N, BLOCK_N=triton.next_power_of_2(N))
+        _row_argmax_kernel[(M,)](x, *x.stride(), out, N, BLOCK_N=triton.next_power_of_2(N))
     return out
+
+
+@triton.jit
+def _running_sum_kernel(x_ptr, stride_m, stride_n, y_ptr, N, BLOCK_N: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    x = _load_row(x_ptr, row, stride_m, stride_n, N, 0.0, BLOCK_N)
+    _store_row(y_ptr, row, N, tl.cumsum(x, axis=0), BLOCK_N)
+
+
+def running_sum(x):
+    M, N = x.shape
+    y = torch.empty(M, N, dtype=x.dtype, device=x.device)
+    if M:
+        _running_sum_kernel[(M,)](x, *x.stride(), y, N, BLOCK_N=triton.next_power_of_2(N))
+    return y
+
+
+class Softmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        y = softmax(x)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        return softmax_backward(dy, *ctx.saved_tensors)
+
+
+def softmax_autograd(x):
+    return Softmax.apply(x)

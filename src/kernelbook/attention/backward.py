@@ -45,7 +45,9 @@ def choose_kernels(p: Problem) -> GradientKernels:
         return at_once
     n_padded, splits, config = p.n, 1, launches.hopper_config("dkdv", p)
     if config is None:
-        dkdv = launches.plain_tiles("dkdv", kernels._flash_attention_bwd_dkdv_kernel, p, p.s, p.h_kv, p.n, n_padded)
+        # Of packed sequences by ordinary loads: tiles of queries that a sequence's end cuts are masked in registers, and spill.
+        loads = dataclasses.replace(p, tma_reads=p.tma_reads and not p.packed)
+        dkdv = launches.plain_tiles("dkdv", kernels._flash_attention_bwd_dkdv_kernel, loads, p.s, p.h_kv, p.n, n_padded)
     else:
         hopper = launches.kernels_hopper
         n_padded = cdiv(p.n, hopper.PADDING) * hopper.PADDING
@@ -119,12 +121,12 @@ class BackwardPlan:
 
 
 def _plan(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, sinks: Any, lengths: Any, causal: bool,
-    scale: Any, window: Any, softcap: Any, gluon: bool,
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, sinks: Any, lengths: Any, cu_seqlens: Any,
+    causal: bool, scale: Any, window: Any, softcap: Any, gluon: bool,
 ) -> BackwardPlan | None:  # fmt: skip
     if k.numel() == 0 or o.numel() == 0:
         return None
-    p = launches.problem(q, k, lengths, sinks, causal, window, softcap)
+    p = launches.problem(q, k, lengths, sinks, causal, window, softcap, cu_seqlens=cu_seqlens)
     chosen = choose_kernels(launches.with_tma(p, gluon, (q, k, v, do), (q, k, v)))
     config, acc, scaling = kernels.DELTA_CONFIG, tl_accumulator(p.dtype), launches.scaling(q, scale)
     delta = launcher(
@@ -140,7 +142,7 @@ def _plan(
 
 def _run(
     plan: BackwardPlan, outputs: tuple[Any, ...], do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
-    sinks: Any, lengths: Any, *_: Any,
+    sinks: Any, lengths: Any, cu_seqlens: Any, *_: Any,
 ) -> None:  # fmt: skip
     (b, h, n), (h_kv, s, d), (dq, dk, dv, dsinks) = q.shape[:3], k.shape[1:], outputs
     scaling, dkdv, splits, n_padded = plan.scaling, plan.kernels.dkdv, plan.kernels.splits, plan.kernels.n_padded
@@ -160,7 +162,7 @@ def _run(
         tiles.launch(
             tiles.grid, *kernel_args(tiles.queries, q), *kernel_args(tiles.keys, k), *kernel_args(tiles.keys, v),
             *kernel_args(tiles.queries, do), *vectors, *results,
-            *tiles.sizes, *tiles.mask_args(lengths, padded), scaling.scores, scaling.gradients,
+            *tiles.sizes, *tiles.mask_args(lengths, cu_seqlens, padded), scaling.scores, scaling.gradients,
         )  # fmt: skip
 
     to_dk, to_dv, to_dq = dk, dv, plan.kernels.dq
@@ -186,7 +188,7 @@ def _run(
 
 attention_backward = Op(
     "flash_attention_backward(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor? sinks, "
-    "Tensor? lengths, bool causal, float? scale, SymInt? window, float? softcap, bool gluon) "
+    "Tensor? lengths, Tensor? cu_seqlens, bool causal, float? scale, SymInt? window, float? softcap, bool gluon) "
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
     check=lambda *_: None,
     outputs=_outputs,

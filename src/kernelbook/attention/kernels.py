@@ -18,6 +18,12 @@ Causal: query i sees the keys up to i + S - N; with a window, as many before tha
 not visited; only tiles on the two diagonals, and the last ones, are masked, in loops of their own. With lengths, each
 sequence has its own S, which is read on the device.
 
+Packed: sequences lie one after another in N, at boundaries on the device, and do not see each other. A program finds the
+sequences in its tile by bisection, and walks over the keys (or queries) of one after the other, in tiles that begin where the
+sequence begins; rows of the others see nothing there. So the grid follows from N alone, and rows are the same bits as those of
+the sequence alone in the same tiles. (A NaN in v or in a gradient reaches, as 0 times NaN, rows beside it in the tile that do
+not see it, as it does across the causal diagonal.)
+
 A sink is a logit of a head that joins the sum of its softmax and has no value: with lse' = log2(exp2(lse) + exp2(sink)) it
 scales the output by exp2(lse - lse'), and the backward pass takes lse' for lse; nothing else of it changes. Its own gradient
 is -sum(exp2(sink - lse') delta). A soft cap makes a score s to cap * tanh(s / cap) as it is computed.
@@ -46,10 +52,13 @@ def _rows(
     x, stride_b, stride_h, stride_n, stride_d,  # (B, H, N, D): pointer and strides, or a descriptor
     b, h, start, N, D: tl.constexpr,
     MASKED: tl.constexpr, BOXES: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    PACKED: tl.constexpr = False,  # whether N may be the end of a packed sequence
 ):  # fmt: skip
     """BLOCK rows of a head from ``start`` on: (BLOCK, BLOCK_D), zeros beyond N (if MASKED) and D."""
     if BOXES:
         tile = x.load([b, h, start, 0]).reshape(BLOCK, BLOCK_D)
+        if MASKED and PACKED:  # a descriptor knows the end of the tensor only
+            tile = tl.where((start + tl.arange(0, BLOCK) < N)[:, None], tile, 0.0)
     else:
         offs_n = tl.arange(0, BLOCK)
         offs_d = tl.arange(0, BLOCK_D)
@@ -151,9 +160,60 @@ def _length(lengths_ptr, stride_lb, b, S, LENGTHS: tl.constexpr):
 
 
 @triton.jit
+def _last_begun(boundaries_ptr, stride_s, sequences, row):
+    """The last of the packed sequences that begins at ``row`` or before; ``sequences`` behind the end of the last."""
+    low = 0
+    high = sequences
+    while low < high:
+        middle = (low + high + 1) // 2
+        after = tl.load(boundaries_ptr + (middle + tl.zeros((), tl.int64)) * stride_s) > row
+        low = tl.where(after, low, middle)
+        high = tl.where(after, middle - 1, high)
+    return low
+
+
+@triton.jit
+def _packed_in(boundaries_ptr, stride_s, sequences, start, stop):
+    """-> low, high: the packed sequences from ``low`` to ``high`` have rows from ``start`` to ``stop``."""
+    low = _last_begun(boundaries_ptr, stride_s, sequences, start)
+    high = low
+    while (high < sequences) & (tl.load(boundaries_ptr + (high + tl.zeros((), tl.int64)) * stride_s) < stop):
+        high += 1
+    return low, high
+
+
+@triton.jit
+def _boundary(boundaries_ptr, stride_s, i, least, N):
+    """The row at which packed sequence ``i`` begins, from ``least`` to N whatever stands there."""
+    row = tl.load(boundaries_ptr + (i + tl.zeros((), tl.int64)) * stride_s)
+    return tl.minimum(tl.maximum(row, least), N).to(tl.int32)
+
+
+@triton.jit
+def _packed(boundaries_ptr, stride_s, sequence, N):
+    """-> begin, end: the rows of a packed sequence."""
+    begin = _boundary(boundaries_ptr, stride_s, sequence, 0, N)
+    return begin, _boundary(boundaries_ptr, stride_s, sequence + 1, begin, N)
+
+
+@triton.jit
+def _last_key(offs_m, begin, end, CAUSAL: tl.constexpr):
+    """The last key that each row sees of the packed sequence from ``begin`` to ``end``; -1: none."""
+    last = offs_m if CAUSAL else end - 1 + tl.zeros_like(offs_m)
+    return tl.where((offs_m >= begin) & (offs_m < end), last, -1)
+
+
+@triton.jit
+def _first_query(offs_n, begin, end, CAUSAL: tl.constexpr):
+    """The first query that sees each key of the packed sequence from ``begin`` to ``end``; for other keys beyond all."""
+    first = offs_n if CAUSAL else begin + tl.zeros_like(offs_n)
+    return tl.where((offs_n >= begin) & (offs_n < end), first, 2**30)
+
+
+@triton.jit
 def _visible(
     start_m, N, S, window,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """-> first, left, full, last: what keys the queries from ``start_m`` on see, in whole tiles but for ``last``.
 
@@ -172,7 +232,40 @@ def _visible(
             left = tl.maximum(start_m + BLOCK_M + diagonal - window, 0)
             left = tl.minimum(tl.cdiv(left, BLOCK_N), tl.cdiv(last, BLOCK_N)) * BLOCK_N
             full = tl.maximum(full, left)
+    if PACKED:  # where rows of other sequences are in the tile, all is masked
+        full = tl.where((start_m >= 0) & (start_m + BLOCK_M <= N), full, left)
     return first, left, full, last
+
+
+@triton.jit
+def _seeing(
+    start_n, N, S, window,
+    CAUSAL: tl.constexpr, LENGTHS: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """-> first, full, right, last: what queries see the keys from ``start_n`` on, in whole tiles but for ``last``.
+
+    No query before ``first`` or from ``last`` on sees any of these keys; those from ``full`` to ``right`` see all of them.
+    """
+    diagonal = S - N
+    first = 0
+    full = 0
+    last = N
+    if LENGTHS:
+        last = tl.where(start_n < S, N, 0)
+    right = last
+    if CAUSAL:
+        first = tl.maximum(start_n - diagonal, 0) // BLOCK_M * BLOCK_M
+        full = tl.cdiv(tl.maximum(start_n + BLOCK_N - 1 - diagonal, 0), BLOCK_M) * BLOCK_M
+        if WINDOW:
+            last = tl.minimum(start_n + BLOCK_N - 1 - diagonal + window, last)
+            right = tl.minimum(tl.maximum(start_n - diagonal + window, 0), N) // BLOCK_M * BLOCK_M
+    if PACKED:  # where keys of other sequences are in the tile, all is masked
+        full = tl.where((start_n >= 0) & (start_n + BLOCK_N <= S), full, last)
+        right = tl.minimum(right, N // BLOCK_M * BLOCK_M)  # behind the last query is another sequence
+    if WINDOW or PACKED:
+        right = tl.maximum(right, full)
+    return first, full, right, last
 
 
 # --- forward --------------------------------------------------------------------------------------------------------
@@ -184,8 +277,8 @@ def _flash_attention_fwd_steps(
     k, stride_kb, stride_kh, stride_kn, stride_kd,
     v, stride_vb, stride_vh, stride_vn, stride_vd,
     b, h_kv, offs_m, first, last, diagonal, S, window, scale,
-    D: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BOXES: tl.constexpr,
-    SOFTCAP: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr,
+    BOXES: tl.constexpr, SOFTCAP: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The keys from ``first`` to ``last``; masked where a query does not see all of them."""
@@ -217,13 +310,13 @@ def _flash_attention_fwd_steps(
         m = m_new
         v_tile = _rows(
             v, stride_vb, stride_vh, stride_vn, stride_vd, b, h_kv, start, S,
-            D, MASKED, BOXES, BLOCK_N, BLOCK_D,
+            D, MASKED, BOXES, BLOCK_N, BLOCK_D, PACKED,
         )  # fmt: skip
         acc = _dot(p.to(v_tile.dtype), v_tile, acc, PRECISION)
     return acc, l, m
 
 
-@triton.jit(do_not_specialize=["B", "H", "N", "S", "section", "window"])
+@triton.jit(do_not_specialize=["B", "H", "N", "S", "section", "sequences", "window"])
 def _flash_attention_fwd_kernel(
     q, stride_qb, stride_qh, stride_qn, stride_qd,  # (B, H, N, D) queries
     k, stride_kb, stride_kh, stride_kn, stride_kd,  # (B, H / GROUP, S, D) keys
@@ -231,11 +324,11 @@ def _flash_attention_fwd_kernel(
     o_ptr, stride_ob, stride_oh, stride_on, stride_od,  # (B, H, N, D) output
     lse_ptr,  # (B, H, N) log2 of the sum of exp2(score), contiguous; +inf where no key is seen
     B, H, N, S, section,
-    lengths_ptr, stride_lb,  # (B,) keys that exist, if LENGTHS
-    window,
+    lengths_ptr, stride_lb,  # (B,) keys that exist, if LENGTHS; (sequences + 1,) boundaries, if PACKED
+    sequences, window,
     scale,  # with log2(e)
     sinks_ptr, stride_sh,  # (H,) logits, if SINKS
-    LENGTHS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+    LENGTHS: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
     SOFTCAP: tl.constexpr,  # with log2(e); 0: none
     D: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, BOXES: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr,
@@ -253,27 +346,37 @@ def _flash_attention_fwd_kernel(
     l = tl.zeros((BLOCK_M,), ACC)
     m = tl.full((BLOCK_M,), float("-inf"), ACC)
 
-    S = _length(lengths_ptr, stride_lb, b, S, LENGTHS)
-    first, left, full, last = _visible(start_m, N, S, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
-    if WINDOW:
+    low, high = 0, 1
+    if PACKED:
+        low, high = _packed_in(lengths_ptr, stride_lb, sequences, start_m, tl.minimum(start_m + BLOCK_M, N))
+    for sequence in range(low, high):
+        if PACKED:
+            begin, end = _packed(lengths_ptr, stride_lb, sequence, N)
+            queries, keys, last_key = end - begin, end - begin, _last_key(offs_m, begin, end, CAUSAL)
+        else:
+            begin, queries, keys, last_key = 0, N, _length(lengths_ptr, stride_lb, b, S, LENGTHS), offs_m
+        first, left, full, last = _visible(
+            start_m - begin, queries, keys, window, CAUSAL, WINDOW, PACKED, BLOCK_M, BLOCK_N
+        )
+        if WINDOW:
+            acc, l, m = _flash_attention_fwd_steps(
+                acc, l, m, q_tile,
+                k, stride_kb, stride_kh, stride_kn, stride_kd, v, stride_vb, stride_vh, stride_vn, stride_vd,
+                b, h // GROUP, last_key, begin + first, begin + tl.minimum(left, last), keys - queries, begin + keys, window, scale,
+                D, True, CAUSAL, PACKED, WINDOW, BOXES, SOFTCAP, ACC, PRECISION, BLOCK_N, BLOCK_D,
+            )  # fmt: skip
         acc, l, m = _flash_attention_fwd_steps(
             acc, l, m, q_tile,
             k, stride_kb, stride_kh, stride_kn, stride_kd, v, stride_vb, stride_vh, stride_vn, stride_vd,
-            b, h // GROUP, offs_m, first, tl.minimum(left, last), S - N, S, window, scale,
-            D, True, CAUSAL, WINDOW, BOXES, SOFTCAP, ACC, PRECISION, BLOCK_N, BLOCK_D,
+            b, h // GROUP, last_key, begin + left, begin + full, keys - queries, begin + keys, window, scale,
+            D, False, CAUSAL, PACKED, WINDOW, BOXES, SOFTCAP, ACC, PRECISION, BLOCK_N, BLOCK_D,
         )  # fmt: skip
-    acc, l, m = _flash_attention_fwd_steps(
-        acc, l, m, q_tile,
-        k, stride_kb, stride_kh, stride_kn, stride_kd, v, stride_vb, stride_vh, stride_vn, stride_vd,
-        b, h // GROUP, offs_m, left, full, S - N, S, window, scale,
-        D, False, CAUSAL, WINDOW, BOXES, SOFTCAP, ACC, PRECISION, BLOCK_N, BLOCK_D,
-    )  # fmt: skip
-    acc, l, m = _flash_attention_fwd_steps(
-        acc, l, m, q_tile,
-        k, stride_kb, stride_kh, stride_kn, stride_kd, v, stride_vb, stride_vh, stride_vn, stride_vd,
-        b, h // GROUP, offs_m, full, last, S - N, S, window, scale,
-        D, True, CAUSAL, WINDOW, BOXES, SOFTCAP, ACC, PRECISION, BLOCK_N, BLOCK_D,
-    )  # fmt: skip
+        acc, l, m = _flash_attention_fwd_steps(
+            acc, l, m, q_tile,
+            k, stride_kb, stride_kh, stride_kn, stride_kd, v, stride_vb, stride_vh, stride_vn, stride_vd,
+            b, h // GROUP, last_key, begin + full, begin + last, keys - queries, begin + keys, window, scale,
+            D, True, CAUSAL or PACKED, PACKED, WINDOW, BOXES, SOFTCAP, ACC, PRECISION, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
 
     seen = l > 0.0
     acc = acc / tl.where(seen, l, 1.0)[:, None]
@@ -383,18 +486,19 @@ def _flash_attention_bwd_dkdv_steps(
     do, stride_dob, stride_doh, stride_don, stride_dod,
     lse_ptr, delta_ptr,  # of this head
     b, h, offs_n, first, last, diagonal, N, window, scale,
-    D: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr, BOXES: tl.constexpr,
+    D: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr, BOXES: tl.constexpr,
     SOFTCAP: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The queries from ``first`` to ``last``; masked where a query does not see all of the keys."""
     unit = 1.0 if SOFTCAP > 0.0 else scale
     for start in range(first, last, BLOCK_M):
-        start = tl.multiple_of(start, BLOCK_M)
+        if not PACKED:
+            start = tl.multiple_of(start, BLOCK_M)
         offs_m = start + tl.arange(0, BLOCK_M)
         q_tile = _rows(
             q, stride_qb, stride_qh, stride_qn, stride_qd, b, h, start, N,
-            D, True, BOXES, BLOCK_M, BLOCK_D,
+            D, MASKED or not PACKED, BOXES, BLOCK_M, BLOCK_D, PACKED,
         )  # fmt: skip
         # Beyond the last query lse is +inf, so that probabilities there are zero.
         lse = tl.load(lse_ptr + offs_m, mask=offs_m < N, other=float("inf"))
@@ -411,7 +515,7 @@ def _flash_attention_bwd_dkdv_steps(
             p = tl.where(seen, p, 0.0)
         do_tile = _rows(
             do, stride_dob, stride_doh, stride_don, stride_dod, b, h, start, N,
-            D, True, BOXES, BLOCK_M, BLOCK_D,
+            D, MASKED or not PACKED, BOXES, BLOCK_M, BLOCK_D, PACKED,
         )  # fmt: skip
         zeros = tl.zeros((v_tile.shape[0], BLOCK_M), ACC)
         dp = _dot(v_tile, do_tile.T, zeros, PRECISION)  # (BLOCK_N, BLOCK_M)
@@ -423,7 +527,7 @@ def _flash_attention_bwd_dkdv_steps(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["B", "H", "N", "S", "n_padded", "section", "window"])
+@triton.jit(do_not_specialize=["B", "H", "N", "S", "n_padded", "section", "sequences", "window"])
 def _flash_attention_bwd_dkdv_kernel(
     q, stride_qb, stride_qh, stride_qn, stride_qd,  # (B, H, N, D) queries
     k, stride_kb, stride_kh, stride_kn, stride_kd,  # (B, H / GROUP, S, D) keys
@@ -433,11 +537,11 @@ def _flash_attention_bwd_dkdv_kernel(
     dk_ptr, stride_dkb, stride_dkh, stride_dkn, stride_dkd,  # (B, H / GROUP, S, D)
     dv_ptr, stride_dvb, stride_dvh, stride_dvn, stride_dvd,  # (B, H / GROUP, S, D)
     B, H, N, S, n_padded, section,
-    lengths_ptr, stride_lb,  # (B,) keys that exist, if LENGTHS
-    window,
+    lengths_ptr, stride_lb,  # (B,) keys that exist, if LENGTHS; (sequences + 1,) boundaries, if PACKED
+    sequences, window,
     scale,  # with log2(e)
     dk_scale,  # without
-    LENGTHS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    LENGTHS: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     D: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, BOXES: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -446,7 +550,10 @@ def _flash_attention_bwd_dkdv_kernel(
     b, h_kv = head_kv // (H // GROUP), head_kv % (H // GROUP)
     start_n = pid_n * BLOCK_N
     offs_n = start_n + tl.arange(0, BLOCK_N)
-    length = _length(lengths_ptr, stride_lb, b, S, LENGTHS)
+    if PACKED:  # behind the last sequence nothing is read
+        length = _boundary(lengths_ptr, stride_lb, sequences, 0, S)
+    else:
+        length = _length(lengths_ptr, stride_lb, b, S, LENGTHS)
     k_tile = _rows(
         k, stride_kb, stride_kh, stride_kn, stride_kd, b, h_kv, start_n, length,
         D, True, BOXES, BLOCK_N, BLOCK_D,
@@ -458,45 +565,45 @@ def _flash_attention_bwd_dkdv_kernel(
     dk = tl.zeros((BLOCK_N, BLOCK_D), ACC)
     dv = tl.zeros((BLOCK_N, BLOCK_D), ACC)
 
-    # No query before ``first`` or from ``last`` on sees any of these keys; those from ``full`` to ``right`` see all of them.
-    diagonal = length - N
-    first = 0
-    full = 0
-    last = N
-    if LENGTHS:
-        last = tl.where(start_n < length, N, 0)
-    right = last
-    if CAUSAL:
-        first = tl.maximum(start_n - diagonal, 0) // BLOCK_M * BLOCK_M
-        full = tl.cdiv(tl.maximum(start_n + BLOCK_N - 1 - diagonal, 0), BLOCK_M) * BLOCK_M
-        if WINDOW:
-            last = tl.minimum(start_n + BLOCK_N - 1 - diagonal + window, last)
-            right = tl.minimum(tl.maximum(start_n - diagonal + window, 0), N) // BLOCK_M * BLOCK_M
-            right = tl.maximum(right, full)
-    for member in range(GROUP):
-        h = h_kv * GROUP + member
-        rows = (b.to(tl.int64) * H + h) * n_padded
-        if CAUSAL:
+    low, high = 0, 1
+    if PACKED:
+        low, high = _packed_in(lengths_ptr, stride_lb, sequences, start_n, tl.minimum(start_n + BLOCK_N, S))
+    for sequence in range(low, high):
+        if PACKED:
+            begin, end = _packed(lengths_ptr, stride_lb, sequence, S)
+            queries, keys, first_query = end - begin, end - begin, _first_query(offs_n, begin, end, CAUSAL)
+        else:
+            begin, queries, keys, first_query = 0, N, length, offs_n
+        first, full, right, last = _seeing(
+            start_n - begin, queries, keys, window, CAUSAL, LENGTHS, PACKED, WINDOW, BLOCK_M, BLOCK_N
+        )
+        for member in range(GROUP):
+            h = h_kv * GROUP + member
+            rows = (b.to(tl.int64) * H + h) * n_padded
+            if CAUSAL or PACKED:
+                dk, dv = _flash_attention_bwd_dkdv_steps(
+                    dk, dv, k_tile, v_tile,
+                    q, stride_qb, stride_qh, stride_qn, stride_qd, do, stride_dob, stride_doh, stride_don, stride_dod,
+                    lse_ptr + rows, delta_ptr + rows, b, h,
+                    first_query, begin + first, begin + tl.minimum(full, last), keys - queries, begin + queries, window, scale,
+                    D, True, PACKED, WINDOW, BOXES, SOFTCAP, ACC, PRECISION, BLOCK_M, BLOCK_D,
+                )  # fmt: skip
             dk, dv = _flash_attention_bwd_dkdv_steps(
                 dk, dv, k_tile, v_tile,
                 q, stride_qb, stride_qh, stride_qn, stride_qd, do, stride_dob, stride_doh, stride_don, stride_dod,
-                lse_ptr + rows, delta_ptr + rows, b, h, offs_n, first, tl.minimum(full, last), diagonal, N, window, scale,
-                D, True, WINDOW, BOXES, SOFTCAP, ACC, PRECISION, BLOCK_M, BLOCK_D,
+                lse_ptr + rows, delta_ptr + rows, b, h,
+                first_query, begin + full, begin + tl.minimum(right, last), keys - queries, begin + queries, window, scale,
+                D, False, PACKED, WINDOW, BOXES, SOFTCAP, ACC, PRECISION, BLOCK_M, BLOCK_D,
             )  # fmt: skip
-        dk, dv = _flash_attention_bwd_dkdv_steps(
-            dk, dv, k_tile, v_tile,
-            q, stride_qb, stride_qh, stride_qn, stride_qd, do, stride_dob, stride_doh, stride_don, stride_dod,
-            lse_ptr + rows, delta_ptr + rows, b, h, offs_n, full, tl.minimum(right, last), diagonal, N, window, scale,
-            D, False, WINDOW, BOXES, SOFTCAP, ACC, PRECISION, BLOCK_M, BLOCK_D,
-        )  # fmt: skip
-        if WINDOW:
-            dk, dv = _flash_attention_bwd_dkdv_steps(
-                dk, dv, k_tile, v_tile,
-                q, stride_qb, stride_qh, stride_qn, stride_qd, do, stride_dob, stride_doh, stride_don, stride_dod,
-                lse_ptr + rows, delta_ptr + rows, b, h, offs_n, right, last, diagonal, N, window, scale,
-                D, True, WINDOW, BOXES, SOFTCAP, ACC, PRECISION, BLOCK_M, BLOCK_D,
-            )  # fmt: skip
-    if LENGTHS:  # keys beyond the length were zeros, not out of sight
+            if WINDOW or PACKED:
+                dk, dv = _flash_attention_bwd_dkdv_steps(
+                    dk, dv, k_tile, v_tile,
+                    q, stride_qb, stride_qh, stride_qn, stride_qd, do, stride_dob, stride_doh, stride_don, stride_dod,
+                    lse_ptr + rows, delta_ptr + rows, b, h,
+                    first_query, begin + right, begin + last, keys - queries, begin + queries, window, scale,
+                    D, True, PACKED, WINDOW, BOXES, SOFTCAP, ACC, PRECISION, BLOCK_M, BLOCK_D,
+                )  # fmt: skip
+    if LENGTHS or PACKED:  # keys beyond the length were zeros, not out of sight; NaN may lie behind the last sequence
         there = (offs_n < length)[:, None]
         dk = tl.where(there, dk, 0.0)
         dv = tl.where(there, dv, 0.0)
@@ -517,8 +624,8 @@ def _flash_attention_bwd_dq_steps(
     k, stride_kb, stride_kh, stride_kn, stride_kd,
     v, stride_vb, stride_vh, stride_vn, stride_vd,
     b, h_kv, offs_m, first, last, diagonal, S, window, scale,
-    D: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BOXES: tl.constexpr,
-    SOFTCAP: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr,
+    BOXES: tl.constexpr, SOFTCAP: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The keys from ``first`` to ``last``; masked where a query does not see all of them."""
@@ -526,11 +633,11 @@ def _flash_attention_bwd_dq_steps(
     for start in range(first, last, BLOCK_N):
         k_tile = _rows(
             k, stride_kb, stride_kh, stride_kn, stride_kd, b, h_kv, start, S,
-            D, MASKED, BOXES, BLOCK_N, BLOCK_D,
+            D, MASKED, BOXES, BLOCK_N, BLOCK_D, PACKED,
         )  # fmt: skip
         v_tile = _rows(
             v, stride_vb, stride_vh, stride_vn, stride_vd, b, h_kv, start, S,
-            D, MASKED, BOXES, BLOCK_N, BLOCK_D,
+            D, MASKED, BOXES, BLOCK_N, BLOCK_D, PACKED,
         )  # fmt: skip
         zeros = tl.zeros((q_tile.shape[0], BLOCK_N), ACC)
         scores = _dot(q_tile, k_tile.T, zeros, PRECISION)  # (BLOCK_M, BLOCK_N)
@@ -554,7 +661,7 @@ def _flash_attention_bwd_dq_steps(
     return dq
 
 
-@triton.jit(do_not_specialize=["B", "H", "N", "S", "n_padded", "section", "window"])
+@triton.jit(do_not_specialize=["B", "H", "N", "S", "n_padded", "section", "sequences", "window"])
 def _flash_attention_bwd_dq_kernel(
     q, stride_qb, stride_qh, stride_qn, stride_qd,  # (B, H, N, D) queries
     k, stride_kb, stride_kh, stride_kn, stride_kd,  # (B, H / GROUP, S, D) keys
@@ -563,11 +670,11 @@ def _flash_attention_bwd_dq_kernel(
     lse_ptr, delta_ptr,  # (B, H, n_padded) from the forward pass; rowsum(o * do)
     dq_ptr, stride_dqb, stride_dqh, stride_dqn, stride_dqd,  # (B, H, N, D)
     B, H, N, S, n_padded, section,
-    lengths_ptr, stride_lb,  # (B,) keys that exist, if LENGTHS
-    window,
+    lengths_ptr, stride_lb,  # (B,) keys that exist, if LENGTHS; (sequences + 1,) boundaries, if PACKED
+    sequences, window,
     scale,  # with log2(e)
     dq_scale,  # without
-    LENGTHS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    LENGTHS: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     D: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, BOXES: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -589,27 +696,37 @@ def _flash_attention_bwd_dq_kernel(
     delta = tl.load(delta_ptr + rows + offs_m, mask=offs_m < N, other=0.0)
     dq = tl.zeros((BLOCK_M, BLOCK_D), ACC)
 
-    S = _length(lengths_ptr, stride_lb, b, S, LENGTHS)
-    first, left, full, last = _visible(start_m, N, S, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
-    if WINDOW:
+    low, high = 0, 1
+    if PACKED:
+        low, high = _packed_in(lengths_ptr, stride_lb, sequences, start_m, tl.minimum(start_m + BLOCK_M, N))
+    for sequence in range(low, high):
+        if PACKED:
+            begin, end = _packed(lengths_ptr, stride_lb, sequence, N)
+            queries, keys, last_key = end - begin, end - begin, _last_key(offs_m, begin, end, CAUSAL)
+        else:
+            begin, queries, keys, last_key = 0, N, _length(lengths_ptr, stride_lb, b, S, LENGTHS), offs_m
+        first, left, full, last = _visible(
+            start_m - begin, queries, keys, window, CAUSAL, WINDOW, PACKED, BLOCK_M, BLOCK_N
+        )
+        if WINDOW:
+            dq = _flash_attention_bwd_dq_steps(
+                dq, q_tile, do_tile, lse, delta,
+                k, stride_kb, stride_kh, stride_kn, stride_kd, v, stride_vb, stride_vh, stride_vn, stride_vd,
+                b, h // GROUP, last_key, begin + first, begin + tl.minimum(left, last), keys - queries, begin + keys, window, scale,
+                D, True, CAUSAL, PACKED, WINDOW, BOXES, SOFTCAP, ACC, PRECISION, BLOCK_N, BLOCK_D,
+            )  # fmt: skip
         dq = _flash_attention_bwd_dq_steps(
             dq, q_tile, do_tile, lse, delta,
             k, stride_kb, stride_kh, stride_kn, stride_kd, v, stride_vb, stride_vh, stride_vn, stride_vd,
-            b, h // GROUP, offs_m, first, tl.minimum(left, last), S - N, S, window, scale,
-            D, True, CAUSAL, WINDOW, BOXES, SOFTCAP, ACC, PRECISION, BLOCK_N, BLOCK_D,
+            b, h // GROUP, last_key, begin + left, begin + full, keys - queries, begin + keys, window, scale,
+            D, False, CAUSAL, PACKED, WINDOW, BOXES, SOFTCAP, ACC, PRECISION, BLOCK_N, BLOCK_D,
         )  # fmt: skip
-    dq = _flash_attention_bwd_dq_steps(
-        dq, q_tile, do_tile, lse, delta,
-        k, stride_kb, stride_kh, stride_kn, stride_kd, v, stride_vb, stride_vh, stride_vn, stride_vd,
-        b, h // GROUP, offs_m, left, full, S - N, S, window, scale,
-        D, False, CAUSAL, WINDOW, BOXES, SOFTCAP, ACC, PRECISION, BLOCK_N, BLOCK_D,
-    )  # fmt: skip
-    dq = _flash_attention_bwd_dq_steps(
-        dq, q_tile, do_tile, lse, delta,
-        k, stride_kb, stride_kh, stride_kn, stride_kd, v, stride_vb, stride_vh, stride_vn, stride_vd,
-        b, h // GROUP, offs_m, full, last, S - N, S, window, scale,
-        D, True, CAUSAL, WINDOW, BOXES, SOFTCAP, ACC, PRECISION, BLOCK_N, BLOCK_D,
-    )  # fmt: skip
+        dq = _flash_attention_bwd_dq_steps(
+            dq, q_tile, do_tile, lse, delta,
+            k, stride_kb, stride_kh, stride_kn, stride_kd, v, stride_vb, stride_vh, stride_vn, stride_vd,
+            b, h // GROUP, last_key, begin + full, begin + last, keys - queries, begin + keys, window, scale,
+            D, True, CAUSAL or PACKED, PACKED, WINDOW, BOXES, SOFTCAP, ACC, PRECISION, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
     _store_rows(
         dq_ptr, stride_dqb, stride_dqh, stride_dqn, stride_dqd, dq * dq_scale, b, h, start_m, N,
         D, BLOCK_M, BLOCK_D,

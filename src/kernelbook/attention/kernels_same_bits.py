@@ -5,7 +5,8 @@ after tile of BLOCK_N keys; then part after part, each joined to those before. P
 size, whatever sees them. A tile that a row does not see adds exactly nothing, so that it does not matter whether the program
 that has the row looks at it for another's sake.
 
-One kernel does for prompts and for decoding, with keys that lie together or in pages. A program owns BLOCK_M rows, the
+One kernel does for prompts and for decoding, with keys that lie together or in pages; parts of a packed sequence begin where it
+does, so that its rows are the bits of the sequence alone. A program owns BLOCK_M rows, the
 queries of all heads that share a key head, and walks over the parts. With SPLIT, for few queries, each part is a program's,
 which leaves its sums in a workspace; the last program of a tile joins them, in the same order with the same operations. So
 which of the two is launched does not show in the result, and may depend on what is idle.
@@ -16,7 +17,7 @@ Not handled: gradients, which ``kernels.py`` has; tensor descriptors, that promp
 """
 
 from kernelbook import runtime  # before Triton, which it sets up
-from kernelbook.attention.kernels import _capped, _dot, _rows, _with_sink, block_d
+from kernelbook.attention.kernels import _capped, _dot, _last_key, _packed, _packed_in, _rows, _with_sink, block_d
 from kernelbook.attention.kernels_decode import _page_rows
 
 # isort: split
@@ -24,6 +25,19 @@ import triton
 import triton.language as tl
 
 # --- device helpers -------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _keys(
+    first_query, stop, diagonal, length, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """-> first, last: the keys from ``first`` to ``last`` are all that some query from ``first_query`` to ``stop`` sees."""
+    first, last = 0, length
+    if CAUSAL:
+        last = tl.maximum(tl.minimum(stop + diagonal, length), 0)
+    if WINDOW:
+        first = tl.maximum(first_query + diagonal - window + 1, 0) // BLOCK_N * BLOCK_N
+    return first, last
 
 
 @triton.jit
@@ -117,16 +131,18 @@ def _flash_attention_same_bits_kernel(
     v_ptr, stride_vb, stride_vh, stride_vn, stride_vd,  # the same of values
     o_ptr, stride_ob, stride_oh, stride_on, stride_od,  # (B, H, N, D) output
     lse_ptr,  # (B, H, N) log2 of the sum of exp2(score), contiguous; +inf where no key is seen; if LSE
-    lengths_ptr, stride_lb,  # (B,) keys that exist, if LENGTHS
+    lengths_ptr, stride_lb,  # (B,) keys that exist, if LENGTHS; (P + 1,) boundaries, if PACKED
     table_ptr, stride_tb, stride_tp,  # (B, S / PAGE) pages, if PAGE
     partial_ptr,  # (tiles, parts, ROWS, D), then twice (tiles, parts, ROWS), contiguous, if SPLIT
     tickets_ptr,  # (tiles,) int32, zero before and after, if SPLIT
-    H, N, S, P, window,
+    H, N, S,
+    P,  # pages, if PAGE; sequences, if PACKED
+    window,
     scale,  # with log2(e)
     sinks_ptr, stride_sh,  # (H,) logits, if SINKS
     # What is computed. SOFTCAP is with log2(e); 0: none.
-    D: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, LENGTHS: tl.constexpr, WINDOW: tl.constexpr,
-    PAGE: tl.constexpr, SINKS: tl.constexpr, SOFTCAP: tl.constexpr, LSE: tl.constexpr, ACC: tl.constexpr,
+    D: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, LENGTHS: tl.constexpr, PACKED: tl.constexpr,
+    WINDOW: tl.constexpr, PAGE: tl.constexpr, SINKS: tl.constexpr, SOFTCAP: tl.constexpr, LSE: tl.constexpr, ACC: tl.constexpr,
     PRECISION: tl.constexpr,
     SPLIT: tl.constexpr, ROWS: tl.constexpr,  # whether each part has a program, and the rows that it keeps
     PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -156,31 +172,34 @@ def _flash_attention_same_bits_kernel(
     lse_ptrs = lse_ptr + (b.to(tl.int64) * H + h) * N + n
     sinks_ptrs = sinks_ptr + h.to(tl.int64) * stride_sh
 
-    # The keys from ``first`` to ``last`` are all that some row of the tile sees.
-    diagonal = length - N
-    last_seen = n + diagonal if CAUSAL else tl.zeros((BLOCK_M,), tl.int32) + length - 1
-    first, last = 0, length
-    if CAUSAL:
-        last_query = (tl.minimum(first_row + BLOCK_M, GROUP * N) - 1) // GROUP
-        last = tl.maximum(tl.minimum(last_query + diagonal + 1, length), 0)
-    if WINDOW:
-        first = tl.maximum(first_row // GROUP + diagonal - window + 1, 0) // BLOCK_N * BLOCK_N
-    first_part, parts = first // PART, tl.cdiv(last, PART)
-
+    first_query, stop = first_row // GROUP, (tl.minimum(first_row + BLOCK_M, GROUP * N) - 1) // GROUP + 1
+    last_seen = n + length - N if CAUSAL else tl.zeros((BLOCK_M,), tl.int32) + length - 1
+    acc = tl.zeros((BLOCK_M, BLOCK_D), ACC)
+    l = tl.zeros((BLOCK_M,), ACC)
+    m = tl.full((BLOCK_M,), float("-inf"), ACC)
     if not SPLIT:
-        acc = tl.zeros((BLOCK_M, BLOCK_D), ACC)
-        l = tl.zeros((BLOCK_M,), ACC)
-        m = tl.full((BLOCK_M,), float("-inf"), ACC)
-        for part in range(first_part, parts):
-            part_acc, part_l, part_m = _of_part(
-                q, k_ptr, stride_kb, stride_kh, stride_kn, stride_kd, v_ptr, stride_vb, stride_vh, stride_vn, stride_vd,
-                table_ptr, stride_tp, b, h_kv, last_seen,
-                tl.maximum(part * PART, first), tl.minimum((part + 1) * PART, last), P, window, scale,
-                D, WINDOW, PAGE, SOFTCAP, ACC, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D,
-            )  # fmt: skip
-            acc, l, m = _joined(acc, l, m, part_acc, part_l, part_m)
+        low, high = 0, 1
+        if PACKED:
+            low, high = _packed_in(lengths_ptr, stride_lb, P, first_query, stop)
+        for sequence in range(low, high):
+            if PACKED:
+                begin, end = _packed(lengths_ptr, stride_lb, sequence, N)
+                diagonal, keys, last_key = 0, end - begin, _last_key(n, begin, end, CAUSAL)
+            else:
+                begin, diagonal, keys, last_key = 0, length - N, length, last_seen
+            first, last = _keys(first_query - begin, stop - begin, diagonal, keys, window, CAUSAL, WINDOW, BLOCK_N)
+            for part in range(first // PART, tl.cdiv(last, PART)):
+                part_acc, part_l, part_m = _of_part(
+                    q, k_ptr, stride_kb, stride_kh, stride_kn, stride_kd, v_ptr, stride_vb, stride_vh, stride_vn, stride_vd,
+                    table_ptr, stride_tp, b, h_kv, last_key,
+                    begin + tl.maximum(part * PART, first), begin + tl.minimum((part + 1) * PART, last), P, window, scale,
+                    D, WINDOW, PAGE, SOFTCAP, ACC, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D,
+                )  # fmt: skip
+                acc, l, m = _joined(acc, l, m, part_acc, part_l, part_m)
         _finish(o_ptrs, mask, lse_ptrs, sinks_ptrs, exists, acc, l, m, SINKS, LSE)
     else:
+        first, last = _keys(first_query, stop, length - N, length, window, CAUSAL, WINDOW, BLOCK_N)
+        first_part, parts = first // PART, tl.cdiv(last, PART)
         part, most = tl.program_id(1), tl.num_programs(1)
         parts = tl.maximum(parts, first_part + 1)  # where nothing is seen one program says so
         if (part >= first_part) & (part < parts):
@@ -203,9 +222,6 @@ def _flash_attention_same_bits_kernel(
             tl.debug_barrier()
             if tl.atomic_add(tickets_ptr + tile, 1, sem="acq_rel") == parts - first_part - 1:
                 tl.store(tickets_ptr + tile, 0)
-                acc = tl.zeros((BLOCK_M, BLOCK_D), ACC)
-                l = tl.zeros((BLOCK_M,), ACC)
-                m = tl.full((BLOCK_M,), float("-inf"), ACC)
                 # ".cg": from the L2 cache, where the other programs' stores are; this SM's own cache may be stale.
                 for other in range(first_part, parts):
                     part_acc = tl.load(acc_ptrs + other * ROWS * D, mask=acc_mask, other=0.0, cache_modifier=".cg")

@@ -60,6 +60,7 @@ class Problem:
     dtype: torch.dtype
     causal: bool
     lengths: bool
+    packed: bool  # whether sequences lie one after another in n
     window: int | None
     sinks: bool
     softcap: float  # in base 2; 0: none
@@ -70,8 +71,9 @@ class Problem:
 
 
 def problem(
-    q: Tensor, k: Tensor, lengths: Any, sinks: Any, causal: bool, window: int | None, softcap: Any, table: Any = None
-) -> Problem:
+    q: Tensor, k: Tensor, lengths: Any, sinks: Any, causal: bool, window: int | None, softcap: Any,
+    table: Any = None, cu_seqlens: Any = None,
+) -> Problem:  # fmt: skip
     """The problem of a call, in which with a ``table`` the keys lie in pages (P, H_kv, page, D)."""
     (b, h, n, d), (_, h_kv, s, _), page = q.shape, k.shape, 0
     if table is not None:
@@ -79,8 +81,8 @@ def problem(
     # A window that holds all keys is none; kernels add to it in 32 bits.
     window = None if window is None or window >= s else window
     return Problem(
-        b, h, h_kv, h // h_kv, n, s, d, page, q.dtype, causal, lengths is not None, window, sinks is not None,
-        0.0 if softcap is None else softcap * LOG2_E, _precision(q), runtime.properties(q.device),
+        b, h, h_kv, h // h_kv, n, s, d, page, q.dtype, causal, lengths is not None, cu_seqlens is not None, window,
+        sinks is not None, 0.0 if softcap is None else softcap * LOG2_E, _precision(q), runtime.properties(q.device),
     )  # fmt: skip
 
 
@@ -169,7 +171,8 @@ def with_tma(p: Problem, gluon: bool, read: tuple[Tensor, ...], results_like: tu
     there = p.properties.prefers_tma and not p.lengths and not p.properties.same_bits
     reads = there and _fit_descriptors(*(t for t in read if is_readable(t)))
     writes = there and _fit_descriptors(*(torch.empty_like(t, device="meta") for t in results_like))
-    hopper = gluon and reads and writes and p.window is None and not p.softcap
+    # Kernels for Hopper take no boundaries; one that does needs them in its arguments (Tiles.mask_args), and this lifted.
+    hopper = gluon and reads and writes and p.window is None and not p.softcap and not p.packed
     return dataclasses.replace(p, tma_reads=reads, hopper=hopper)
 
 
@@ -193,11 +196,15 @@ class Tiles:
     results: Block | None
     vectors: Block | None  # of lse and delta
     sizes: tuple[int, ...]
-    window: int | None  # 0: none; None: a kernel for Hopper, which takes neither lengths nor a window nor sinks
+    window: int | None  # 0: none; None: a kernel for Hopper, which takes no lengths, packed sequences, window or sinks
 
-    def mask_args(self, lengths: Tensor | None, stand_in: Tensor) -> tuple[Any, ...]:
-        """Lengths and window as the kernel's arguments."""
-        return () if self.window is None else (*strided(lengths, 1, stand_in), self.window)
+    def mask_args(self, lengths: Tensor | None, cu_seqlens: Tensor | None, stand_in: Tensor) -> tuple[Any, ...]:
+        """Lengths or boundaries, and window, as the kernel's arguments."""
+        if self.window is None:
+            return ()
+        if cu_seqlens is not None:
+            return cu_seqlens, cu_seqlens.stride(0), cu_seqlens.shape[0] - 1, self.window
+        return *strided(lengths, 1, stand_in), 0, self.window
 
     def sink_args(self, sinks: Tensor | None, stand_in: Tensor) -> tuple[Any, ...]:
         """Sinks as the arguments of a forward kernel."""
@@ -220,8 +227,8 @@ def plain_tiles(
     config = kernels.config(name, p.d, p.dtype.itemsize, p.tma_reads, p.properties)
     block_m, block_n, width = (config.kwargs[side] for side in ("BLOCK_M", "BLOCK_N", "BLOCK_D"))
     launch = launcher(
-        kernel, GROUP=p.group, CAUSAL=p.causal, LENGTHS=p.lengths, WINDOW=p.window is not None, **constants,
-        SOFTCAP=p.softcap, D=p.d, BOXES=p.tma_reads,
+        kernel, GROUP=p.group, CAUSAL=p.causal, LENGTHS=p.lengths, PACKED=p.packed, WINDOW=p.window is not None,
+        **constants, SOFTCAP=p.softcap, D=p.d, BOXES=p.tma_reads,
         ACC=tl_accumulator(p.dtype), PRECISION=p.precision, **config.kwargs,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip

@@ -24,6 +24,7 @@ MAX_SCALE = torch.finfo(torch.float32).max / launches.LOG2_E
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None,
     lengths: Tensor | None = None, window: int | None = None, sinks: Tensor | None = None, softcap: float | None = None,
+    cu_seqlens: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """``softmax(scale q k^T) v`` without the score matrix; differentiable in q, k, v and sinks, bitwise reproducible.
 
@@ -48,6 +49,12 @@ def flash_attention(
             gpt-oss (Xiao et al., "Efficient Streaming Language Models with Attention Sinks", 2023): weights add up to less
             than 1. It is not multiplied by ``scale``. -inf has no weight; +inf has all of it, and its gradient is NaN.
         softcap: above 0: scaled scores become ``softcap * tanh(score / softcap)``, as in Gemma 2. Sinks are not capped.
+        cu_seqlens: (sequences + 1,) int64 or int32, cumulative lengths: with B = 1 and S = N, sequence ``i`` has the rows
+            from ``cu_seqlens[i]`` to ``cu_seqlens[i + 1]`` of q, k and v, and sees itself alone; all of the above holds
+            within it. The first entry is 0, none is below the one before, the last is at most N: rows behind it see
+            nothing. Other entries are an error on the CPU and under ``KERNELBOOK_DEBUG=1``; on a GPU without it, what rows see
+            then is not defined, but lies in q, k and v. The host never reads them: a captured CUDA graph follows what they
+            are when it is replayed, and entries that repeat N make room for more sequences.
 
     Returns:
         (B, H, N, D) in the dtype of ``q`` and, where that is dense, with its strides; under autocast in its dtype, as
@@ -57,14 +64,15 @@ def flash_attention(
     Raises:
         TypeError: an argument is not a tensor of a supported dtype, dtypes differ, ``causal`` is not a bool, ``scale`` or
             ``softcap`` not a number, or ``window`` not an integer.
-        ValueError: a shape, a device, ``scale``, ``window``, ``softcap`` or an entry of ``lengths`` is not as above.
+        ValueError: a shape, a device, ``scale``, ``window``, ``softcap`` or an entry of ``lengths`` or ``cu_seqlens`` is not
+            as above, or both are given.
     """
     if type(causal) is not bool:
         raise TypeError(f"flash_attention: causal must be a bool, got {type(causal).__name__}")
     if window is not None:
         window = arguments.integer("flash_attention", "window", window, "an int or None")
     scale, softcap = numbers("flash_attention", scale, softcap)
-    o: Tensor = _attention(q, k, v, lengths, sinks, causal, scale, window, softcap, launches.HAS_GLUON)
+    o: Tensor = _attention(q, k, v, lengths, cu_seqlens, sinks, causal, scale, window, softcap, launches.HAS_GLUON)
     return o
 
 
@@ -106,8 +114,9 @@ def check_scores(op: str, q: Tensor, names: str, h_kv: int, sinks: Any, scale: A
 
 
 def _check(
-    q: Any, k: Any, v: Any, lengths: Any, sinks: Any, causal: bool, scale: Any, window: Any, softcap: Any, gluon: bool
-) -> None:
+    q: Any, k: Any, v: Any, lengths: Any, cu_seqlens: Any, sinks: Any, causal: bool, scale: Any, window: Any,
+    softcap: Any, gluon: bool,
+) -> None:  # fmt: skip
     op = "flash_attention"
     check_tensors(op, q=q, k=k, v=v)
     b, _, _, d = q.shape
@@ -118,10 +127,26 @@ def _check(
         arguments.check_indices(op, "lengths", lengths)
         arguments.check_shape(op, "lengths", lengths, (b,))
         arguments.check_same_device(op, q=q, lengths=lengths)
+    if cu_seqlens is not None:
+        _check_packed(op, q, k, lengths, cu_seqlens)
     if window is not None and (window < 1 or not causal):
         raise ValueError(
             f"{op}: window must be at least 1 and come with causal=True, got {window} and causal={causal}; for other "
             f"masks there is FlexAttention (torch.nn.attention.flex_attention)"
+        )
+
+
+def _check_packed(op: str, q: Tensor, k: Tensor, lengths: Any, cu_seqlens: Any) -> None:
+    arguments.check_indices(op, "cu_seqlens", cu_seqlens)
+    if cu_seqlens.shape[0] < 1:
+        raise ValueError(f"{op}: cu_seqlens must have shape (sequences + 1,), one entry at least, got (0,)")
+    arguments.check_same_device(op, q=q, cu_seqlens=cu_seqlens)
+    if lengths is not None:
+        raise ValueError(f"{op}: lengths must be None with cu_seqlens, got a tensor of shape {tuple(lengths.shape)}")
+    if q.shape[0] > 1 or k.shape[2] != q.shape[2]:
+        raise ValueError(
+            f"{op}: q, k and v must be a batch of 1 with the same rows with cu_seqlens, got q of shape {tuple(q.shape)} and k of "
+            f"shape {tuple(k.shape)}"
         )
 
 
@@ -160,11 +185,11 @@ def _same_bits(p: Problem, constants: dict[str, Any]) -> SplitKeys:
     config = kernels_same_bits.config(p.d, p.dtype.itemsize, p.properties)
     rows, block_m = p.group * p.n, config.kwargs["BLOCK_M"]
     tiles, parts = p.b * p.h_kv * cdiv(rows, block_m), 1
-    if split := kernels_same_bits.splits(tiles, p.n, p.s, p.properties):
+    if split := not p.packed and kernels_same_bits.splits(tiles, p.n, p.s, p.properties):
         parts = cdiv(p.s, kernels_same_bits.PART)
     kept = min(block_m, 1 << (rows - 1).bit_length())
     launch = launcher(
-        kernels_same_bits._flash_attention_same_bits_kernel, CAUSAL=p.causal, **constants, SPLIT=split, ROWS=kept,
+        kernels_same_bits._flash_attention_same_bits_kernel, CAUSAL=p.causal, **constants, PACKED=p.packed, SPLIT=split, ROWS=kept,
         **config.kwargs, num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return SplitKeys(launch, (tiles, parts), (tiles * parts * kept * (p.d + 2),) if split else None)
@@ -196,7 +221,8 @@ def forward_plan(p: Problem, scale: Any, gluon: bool, with_lse: bool, *read: Ten
     """``read``: q and, unless they lie in pages, k and v."""
     scaling, join_sinks = launches.scaling(read[0], scale), None
     kernel: SplitKeys | Tiles
-    if p.n <= kernels_decode.MAX_QUERIES or p.properties.same_bits:  # whose kernel takes any number
+    few = p.n <= kernels_decode.MAX_QUERIES and not p.packed
+    if few or p.properties.same_bits:  # whose kernel takes any number
         kernel = split_keys(dataclasses.replace(p, s=64 * cdiv(p.s, 64)), with_lse)
     else:
         kernel = _forward_tiles(launches.with_tma(p, gluon, read, read[:1]))
@@ -212,8 +238,9 @@ def forward_plan(p: Problem, scale: Any, gluon: bool, with_lse: bool, *read: Ten
 
 
 def run_forward(
-    plan: ForwardPlan, o: Tensor, lse: Any, q: Tensor, k: Tensor, v: Tensor, lengths: Any, table: Any, sinks: Any
-) -> None:
+    plan: ForwardPlan, o: Tensor, lse: Any, q: Tensor, k: Tensor, v: Tensor, lengths: Any, cu_seqlens: Any, table: Any,
+    sinks: Any,
+) -> None:  # fmt: skip
     """Fill o and, where it is wanted, lse. With a ``table`` k and v are pages, which kernels read wherever they lie."""
     kernel, scores, s = plan.kernel, plan.scaling.scores, k.shape[2]
     q = plan.scaling.scale_queries(q)
@@ -225,10 +252,11 @@ def run_forward(
         if kernel.partial_shape is not None:
             partial = empty(kernel.partial_shape, accumulator(q.dtype), q)
             tickets = counters(kernel.grid[0], q.device)
+        of_keys, count = (lengths, k.shape[0]) if cu_seqlens is None else (cu_seqlens, cu_seqlens.shape[0] - 1)
         kernel.launch(
             kernel.grid, q, *q.stride(), k, *k.stride(), v, *v.stride(), o, *o.stride(), o if lse is None else lse,
-            *strided(lengths, 1, o), *strided(table, 2, o), partial, tickets, *q.shape[1:3],
-            s if table is None else s * table.shape[1], k.shape[0], plan.window, scores, *strided(sinks, 1, o),
+            *strided(of_keys, 1, o), *strided(table, 2, o), partial, tickets, *q.shape[1:3],
+            s if table is None else s * table.shape[1], count, plan.window, scores, *strided(sinks, 1, o),
         )  # fmt: skip
         return
     if lse is None:  # these kernels always write it
@@ -236,7 +264,7 @@ def run_forward(
     kernel.launch(
         kernel.grid, *kernel_args(kernel.queries, q), *kernel_args(kernel.keys, k), *kernel_args(kernel.keys, v),
         *kernel_args(kernel.results, o), lse,
-        *kernel.sizes, *kernel.mask_args(lengths, lse), scores, *kernel.sink_args(sinks, lse),
+        *kernel.sizes, *kernel.mask_args(lengths, cu_seqlens, lse), scores, *kernel.sink_args(sinks, lse),
     )  # fmt: skip
     if plan.join_sinks is not None:
         launch, grid = plan.join_sinks
@@ -253,21 +281,22 @@ def _outputs(q: Tensor, *others: Any) -> tuple[Tensor, Tensor | None]:
 
 
 def _plan(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Any, sinks: Any, causal: bool, scale: Any, window: Any, softcap: Any,
-    gluon: bool, record: bool,
+    q: Tensor, k: Tensor, v: Tensor, lengths: Any, cu_seqlens: Any, sinks: Any, causal: bool, scale: Any, window: Any,
+    softcap: Any, gluon: bool, record: bool,
 ) -> ForwardPlan | None:  # fmt: skip
     if q.numel() == 0 or k.numel() == 0:
         return None
-    p = launches.problem(q, k, lengths, sinks, causal, window, softcap)
+    p = launches.problem(q, k, lengths, sinks, causal, window, softcap, cu_seqlens=cu_seqlens)
     return forward_plan(p, scale, gluon, record, q, k, v)
 
 
 def _kind(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Any, sinks: Any, causal: bool, scale: Any, window: Any, softcap: Any,
-    gluon: bool, record: bool,
+    q: Tensor, k: Tensor, v: Tensor, lengths: Any, cu_seqlens: Any, sinks: Any, causal: bool, scale: Any, window: Any,
+    softcap: Any, gluon: bool, record: bool,
 ) -> tuple[Any, ...] | None:  # fmt: skip
     """What a plan for few queries depends on: of the number of keys how many blocks of 64 they are, so that a cache grows."""
-    if not (q.ndim == k.ndim == 4 and k.shape == v.shape and q.shape[2] <= kernels_decode.MAX_QUERIES):
+    few = q.ndim == k.ndim == 4 and k.shape == v.shape and q.shape[2] <= kernels_decode.MAX_QUERIES
+    if not few or cu_seqlens is not None:
         return None
     (b, h_kv, s, d), tensors = k.shape, (q, k, v, lengths, sinks)
     kinds = [None if t is None else (t.dtype, t.device, t.data_ptr() % 16) for t in tensors]
@@ -278,31 +307,34 @@ def _kind(
 
 
 def _run(
-    plan: ForwardPlan, outputs: tuple[Any, Any], q: Tensor, k: Tensor, v: Tensor, lengths: Any, sinks: Any, *_: Any
-) -> None:
+    plan: ForwardPlan, outputs: tuple[Any, Any], q: Tensor, k: Tensor, v: Tensor, lengths: Any, cu_seqlens: Any,
+    sinks: Any, *_: Any,
+) -> None:  # fmt: skip
     if lengths is not None:
         arguments.check_index_values("flash_attention", "lengths", lengths, k.shape[2] + 1)
-    run_forward(plan, *outputs, q, k, v, lengths, None, sinks)
+    if cu_seqlens is not None:
+        arguments.check_index_values("flash_attention", "cu_seqlens", cu_seqlens, q.shape[2] + 1, boundaries=True)
+    run_forward(plan, *outputs, q, k, v, lengths, cu_seqlens, None, sinks)
 
 
 def _gradients(call: Any, do: Tensor) -> tuple[Tensor | None, ...]:
-    """-> the gradients of q, k, v, lengths (there is none) and sinks."""
+    """-> the gradients of q, k, v, lengths and cu_seqlens (there are none) and sinks."""
     dq, dk, dv, dsinks = attention_backward(
         do, *call.saved, *call.kept, call.causal, call.scale, call.window, call.softcap, call.gluon
     )
     *_, sinks = call.wanted
-    return dq, dk, dv, None, None if sinks is None else dsinks
+    return dq, dk, dv, None, None, None if sinks is None else dsinks
 
 
 _attention = Op(
-    "flash_attention(Tensor q, Tensor k, Tensor v, Tensor? lengths, Tensor? sinks, bool causal, float? scale, "
-    "SymInt? window, float? softcap, bool gluon, bool record) -> (Tensor o, Tensor lse)",
+    "flash_attention(Tensor q, Tensor k, Tensor v, Tensor? lengths, Tensor? cu_seqlens, Tensor? sinks, "
+    "bool causal, float? scale, SymInt? window, float? softcap, bool gluon, bool record) -> (Tensor o, Tensor lse)",
     check=_check,
     outputs=_outputs,
     plan=_plan,
     run=_run,
     saves=("q", "k", "v", "o", "lse", "sinks"),
-    keeps=("lengths",),
+    keeps=("lengths", "cu_seqlens"),
     autocast=("q", "k", "v"),
     kind=_kind,
     backward=_gradients,

@@ -141,7 +141,7 @@ def _run_paged(
     arguments.check_index_values("paged_attention", "lengths", lengths, room + 1)
     if runtime.debug_enabled():
         _check_table("paged_attention", block_table, torch.zeros_like(lengths), lengths, k_pages)
-    run_forward(plan, *outputs, None, q, k_pages, v_pages, lengths, block_table, sinks)
+    run_forward(plan, *outputs, None, q, k_pages, v_pages, lengths, None, block_table, sinks)
 
 
 _paged = Op(

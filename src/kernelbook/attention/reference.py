@@ -26,7 +26,13 @@ def causal_mask_reference(n: int, s: int, device: torch.device | None = None) ->
 
 
 def _seen(
-    n: int, s: int, causal: bool, lengths: torch.Tensor | None, window: int | None, device: torch.device
+    n: int,
+    s: int,
+    causal: bool,
+    lengths: torch.Tensor | None,
+    window: int | None,
+    device: torch.device,
+    cu_seqlens: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """(B or 1, 1, N, S) booleans: which keys each query may see."""
     given = torch.tensor([s], device=device) if lengths is None else lengths.to(device).clamp(0, s)
@@ -38,6 +44,11 @@ def _seen(
         seen = seen & (key <= position)
     if window is not None:
         seen = seen & (key > position - window)
+    if cu_seqlens is not None:
+        of = torch.bucketize(
+            key, cu_seqlens.to(device).contiguous(), right=True
+        )  # the sequence of each row, counted from 1
+        seen = seen & (of == of[:, None]) & (of < cu_seqlens.shape[0])
     return seen
 
 
@@ -84,15 +95,17 @@ def flash_attention_reference(
     window: int | None = None,
     sinks: torch.Tensor | None = None,
     softcap: float | None = None,
+    cu_seqlens: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``softmax(scale q k^T) v`` for q (B, H, N, D), k and v (B, H_kv, S, D); -> (B, H, N, D).
 
     Query head ``h`` reads key and value head ``h // (H / H_kv)``. ``scale`` is 1 / sqrt(D) unless given. With ``lengths``
     (B,) only so many keys of each sequence exist, and the last query stands at the last of them; with ``window`` a query
     at position i sees keys i - window < j <= i. ``sinks`` (H,) join the sums of the softmax; with ``softcap`` a scaled score
-    s counts as ``softcap * tanh(s / softcap)``.
+    s counts as ``softcap * tanh(s / softcap)``. With ``cu_seqlens`` (sequences + 1,) each row sees keys of its own sequence
+    only, and those from ``cu_seqlens[-1]`` on see none.
     """
-    seen = _seen(q.shape[2], k.shape[2], causal, lengths, window, q.device)
+    seen = _seen(q.shape[2], k.shape[2], causal, lengths, window, q.device, cu_seqlens)
     k, v = _wide(q, k, v, seen)
     return _probabilities(q, k, seen, scale, sinks, softcap) @ v
 

@@ -14,13 +14,25 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import (
     causal_mask_function,
     create_sliding_window_causal_mask,
+    packed_sequence_mask_function,
     sdpa_mask,
     sliding_window_overlay,
 )
 
 from kernelbook import runtime
 from kernelbook.interop import attention_calls, base_model
-from kernelbook.nn.named_attention import NEUTRAL, OWN, asked_for, boolean_mask, encode_mask, is_stated, own_attention
+from kernelbook.nn.named_attention import (
+    NEUTRAL,
+    OWN,
+    asked_for,
+    boolean_mask,
+    cu_seqlens,
+    encode_mask,
+    encode_packed,
+    is_stated,
+    own_attention,
+    told_to_be_packed,
+)
 
 __all__ = ["NAME", "attention_forward", "attention_mask", "known_masks", "register", "why_not_ours"]
 
@@ -39,8 +51,8 @@ def register() -> None:
 def attention_mask(**asked: Any) -> torch.Tensor | None:
     """What transformers calls once for all layers with the same mask; what it is given, see its ``sdpa_mask``.
 
-    A causal mask, with a sliding window or without, in which nothing is padded, is stated rather than made: see
-    :mod:`kernelbook.nn.named_attention`. A static cache's is stated by a tensor that holds its length, so that one compiled
+    A causal mask, with a sliding window or without, in which nothing is padded, is stated rather than made, of packed sequences
+    too: see :mod:`kernelbook.nn.named_attention`. A static cache's is stated by a tensor that holds its length, so that one compiled
     or captured step does for all. Any other is ``sdpa_mask``'s: (B, 1, N, S).
 
     Within ``runtime.same_bits`` all keys have to be there, and a mask that is made is read again where it is used.
@@ -79,8 +91,13 @@ def _stated(
     """The mask as a statement; False where it has to be made."""
     compiling = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
     tracing = compiling or _captured()
-    # A step of decoding with a static cache is told to make its mask, and so is a mask with something added.
     static = isinstance(q_offset, torch.Tensor)
+    number, packed = _packed(mask_function) if not compiling else (None, None)
+    if number is not None and attention_mask is None and q_length == kv_length and not static and not q_offset:
+        window = local_size if local_size is not None and kv_length > local_size else None
+        if packed is causal_mask_function if local_size is None else _is_window(packed, local_size):
+            return encode_packed(cu_seqlens(number), window)
+    # A step of decoding with a static cache is told to make its mask, and so is a mask with something added.
     plain = mask_function is causal_mask_function if static else not compiling and _is_window(mask_function, local_size)
     if not (allow_is_causal_skip or (q_length == 1 and plain)):
         return False
@@ -112,14 +129,28 @@ def _stated(
     return encode_mask(torch.empty(0, dtype=torch.int64, device=device), window)
 
 
-def _is_window(mask_function: Any, window: int | None) -> bool:
-    """Whether it is transformers' ``sliding_window_causal_mask_function(window)``, with nothing added."""
+def _both(mask_function: Any) -> tuple[Any, ...]:
+    """Return the two functions that transformers' ``and_masks`` has joined, or ``()``."""
     cells: Any = getattr(mask_function, "__closure__", None) or ()
     parts = cells[0].cell_contents if len(cells) == 1 else ()
-    if not isinstance(parts, tuple) or len(parts) != 2 or parts[1] is not causal_mask_function:
+    return parts if isinstance(parts, tuple) and len(parts) == 2 else ()
+
+
+def _is_window(mask_function: Any, window: int | None) -> bool:
+    """Whether it is transformers' ``sliding_window_causal_mask_function(window)``, with nothing added."""
+    parts = _both(mask_function)
+    if not parts or parts[1] is not causal_mask_function:
         return False
     overlay = getattr(parts[0], "__code__", None) is sliding_window_overlay(1).__code__
     return overlay and [cell.cell_contents for cell in parts[0].__closure__] == [window]
+
+
+def _packed(mask_function: Any) -> tuple[torch.Tensor | None, Any]:
+    """-> (B, N) the number of each token's sequence, ``None`` where none are packed; the mask function without it."""
+    parts = _both(mask_function)
+    if not parts or getattr(parts[1], "__code__", None) is not packed_sequence_mask_function(torch.empty(0)).__code__:
+        return None, mask_function
+    return parts[1].__closure__[0].cell_contents, parts[0]
 
 
 def known_masks(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -130,12 +161,20 @@ def known_masks(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
     mask on the device the host waits for it. A model with sliding windows gets the word for each kind of its layers, in a
     dictionary, as ``generate`` gives it masks.
 
+    Of packed sequences ``cu_seq_lens_q`` and ``cu_seq_lens_k`` get room for as many as there are tokens, and ``max_length_q``
+    and ``max_length_k``, which our attention does not ask for, are left out: batches of one number of tokens have one graph.
+    ``position_ids`` that begin anew need nothing; the graph reads them.
+
     Models whose attention is not ours, or not causal, or of other kinds, models of several modalities, and batches with
-    padding, with ``position_ids`` or with router logits keep what they have.
+    padding, with ``position_ids`` or with router logits keep what else they have.
     """
     base = base_model(model)
     config, found = getattr(base, "config", None), dict(batch)
-    if getattr(config, "_attn_implementation", None) != NAME or found.get("position_ids") is not None:
+    if getattr(config, "_attn_implementation", None) != NAME:
+        return found
+    if found.get("cu_seq_lens_q") is not None:
+        _make_room(found)
+    if found.get("position_ids") is not None:
         return found
     windows = _windows(base)
     router = found.get("output_router_logits") or getattr(config, "output_router_logits", False)
@@ -151,6 +190,19 @@ def known_masks(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
         }
         found["attention_mask"] = said if len(said) > 1 else next(iter(said.values()))
     return found
+
+
+def _make_room(batch: dict[str, Any]) -> None:
+    """Give a batch's boundaries as many entries as it has tokens, and one more: empty sequences behind the last."""
+    tokens = next(
+        batch[name].shape[:2].numel() for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None
+    )
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        given = batch.get(name)
+        if given is not None:
+            batch[name] = torch.cat((given, given[-1:].expand(max(tokens + 1 - given.shape[0], 0))))
+    for name in ("max_length_q", "max_length_k"):
+        batch.pop(name, None)
 
 
 def _windows(base: Any) -> dict[str, int | None]:
@@ -201,8 +253,8 @@ def attention_forward(
 
     Raises:
         ValueError: a keyword that asks for something and that none of these reads; a module of :func:`why_not_ours`, unless
-            it comes with a mask that it made; a mask of integers; a sliding window of which no mask tells; within
-            ``same_bits`` packed sequences of which no mask tells.
+            it comes with a mask that it made; a mask of integers; a sliding window of which no mask tells; packed
+            sequences where there are keys from before.
     """
     if (attention_mask is None or is_stated(attention_mask)) and not torch.compiler.is_compiling():
         why = why_not_ours(type(module))
@@ -214,8 +266,10 @@ def attention_forward(
     out = own_attention(module, query, key, value, attention_mask, dropout, scaling, is_causal, **others)
     if out is not None:
         return out, None
-    n, s = query.shape[2], key.shape[2]
-    mask = boolean_mask(attention_mask, n, s)
+    batch, n, s = query.shape[0], query.shape[2], key.shape[2]
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    packed = told_to_be_packed(attention_mask, batch, n, s, others)
+    mask = boolean_mask(attention_mask, batch, n, s, packed, causal or attention_mask is not None)
     unknown = [name for name in asked_for(others) if name not in SDPA_KEYWORDS]
     if not unknown:
         return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, is_causal=is_causal, **others)
@@ -227,7 +281,6 @@ def attention_forward(
             f"attention_forward: {unread[0]} must be None where neither the kernel nor the module's eager_attention_forward reads "
             f"it, got {type(others[unread[0]]).__name__} from {type(module).__name__}"
         )
-    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     if mask is None and causal and n > 1:
         mask = torch.ones(n, s, dtype=torch.bool, device=query.device).tril()[None, None]
     if mask is not None and mask.dtype == torch.bool:

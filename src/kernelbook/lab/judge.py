@@ -2,39 +2,37 @@
 
 A solution is a function with kernels of its own. The judge
 
-1. reads its text (:mod:`kernelbook.lab.judge_source`): a file of kernels has no use for the clock, the garbage collector or PyTorch's
-   inside;
-2. calls it in another process with limits (:mod:`kernelbook.lab.judge_worker`), with inputs that were drawn here and then: dtypes, one
-   row, primes, more than a tile, nothing at all, strides, NaN around and between the elements, large and small numbers,
-   new numbers in the same memory, and gradients where the task has them;
-3. compares what comes back by the rule of :mod:`kernelbook.check`, in this process, with a reference that the other one has not;
-4. where there is a GPU, does the same on it with kernels compiled, then with rows farther apart than 32 bits count and with the
-   task's real sizes, and takes the time.
+1. calls it in another process with limits (:mod:`kernelbook.lab.judge_worker`): every size and every scale in every dtype, one row,
+   primes, more than a tile, nothing at all, strides, NaN between and around the elements, offsets beyond 32 bits, new numbers in
+   the same memory, and gradients where the task has them, also by a ``dy`` that is expanded or transposed;
+2. compares what comes back by the rule of :mod:`kernelbook.check`, in this process, with a reference that the other one has not;
+3. compiles what was launched for GPUs that need not be there;
+4. where there is a GPU, does the first two on it with kernels compiled, and takes the time.
 
-The first case that fails is the smallest of its kind, since cases go from small to large. What can still be forged is said on the
-page "Evidence".
+The first case that fails is the smallest of its kind, since cases go from small to large. Then one thing of the case after the
+other is undone: what makes it right is what is wrong, and the hint is about that. The judge is for people who judge themselves:
+it resists mistakes, not forgery.
 """
 
 from __future__ import annotations
 
-import ast
 import atexit
 import contextlib
 import dataclasses
-import importlib.util
+import difflib
 import math
-import operator
+import multiprocessing
 import os
+import pickle
 import random
+import runpy
 import secrets
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import time
-import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,37 +42,64 @@ from kernelbook import check, runtime
 from kernelbook.lab import judge_source, judge_worker, tasks, timing
 from kernelbook.lab.tasks import TASKS, Draw, Task
 
-__all__ = ["TASKS", "Draw", "Judgement", "Speed", "Task", "judge"]
+# isort: split
+import triton
+
+__all__ = ["HINTS", "TASKS", "Draw", "Judgement", "Task", "judge"]
 
 SECONDS = 120.0  # for one message to the other process and its answer
-LARGEST = 4096  # number of a solution's text beyond which a size is tried in the interpreter
-REDRAWS = 7  # of a case whose error is above the limit, before it counts: PyTorch's own error may be small by luck
+NOT_JUDGED = ("rule", "load")  # kinds of refusals
+PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 
-
-@dataclasses.dataclass(frozen=True)
-class Speed:
-    """Times in milliseconds with a cold cache on ``gpu``, at ``sizes``; ``bound_ms`` is what the bytes or products take at the least."""
-
-    gpu: str
-    sizes: str
-    ms: float
-    bound_ms: float
-    torch_ms: float
-    book_ms: float | None
-
-    def __str__(self) -> str:
-        others = f"PyTorch {self.torch_ms:.4g} ms" + (f", the book's {self.book_ms:.4g} ms" if self.book_ms else "")
-        return f"{self.ms:.4g} ms for {self.sizes} on {self.gpu}: {self.bound_ms / self.ms:.0%} of the bound; {others}"
+# What to look at, by what went wrong; a task may have words of its own.
+HINTS = {
+    "rule": "PyTorch may allocate, view, copy and convert. The arithmetic belongs in a kernel.",
+    "mask": "Give every load and every store mask=offs < n, and a load also other=: a number that changes nothing.",
+    "tail": "Sizes of a power of two are right, so look beyond the end: what does a masked element add (other=0.0, or -inf before "
+    "an exponential), and is a mean divided by the size and not by the tile?",
+    "stride": "Contiguous inputs are right. Each tensor has strides of its own: pass x.stride(0) and x.stride(1) of every one, and make "
+    "the result with torch.empty(shape, ...): torch.empty_like(x) has the strides of x.",
+    "dy": "A contiguous dy is right. y.sum().backward() gives a dy whose strides are 0, another layer one that is transposed: pass its strides.",
+    "dtype": "Compute in float32: convert right after the load, x.to(tl.float32), and round once, at the store.",
+    "scale": "Numbers around 1 are right: does something overflow or cancel? Subtract a row's maximum before exp; add squares in float32.",
+    "overflow": "row = tl.program_id(0).to(tl.int64), and columns by tl.arange(0, BLOCK).to(tl.int64), before they meet a stride.",
+    "race": "Two programs meet in one element: tl.atomic_add, or a place of its own for each program and a second launch that adds them.",
+    "overlap": "Each element of the result belongs to one program: look at the offsets of the store, and at the strides in them.",
+    "barrier": "What one thread stores another may load only after tl.debug_barrier(); values in registers need no memory.",
+    "contiguous": "torch.empty(M, N, ...) with the shape of the result is contiguous; .t() and empty_like of a transposed tensor are not.",
+    "kept": "One call is right: every call needs new memory for its result, and nothing may be kept by shape or by address.",
+    "compile": "The interpreter runs a kernel as Python; the compiler takes tl.*, other kernels of the file, and constants of tl.constexpr.",
+    "return": "The function returns new tensors of the shapes that the task names, on the device of its inputs.",
+    "grads": "class F(torch.autograd.Function) with forward(ctx, ...) and backward(ctx, dy); the function returns F.apply(...).",
+}  # fmt: skip
+# In the order in which they are undone.
+_UNDONE = {
+    "kept": "one call is right", "dy": "with a contiguous dy it is right", "stride": "contiguous, it is right",
+    "scale": "numbers around 1 are right", "dtype": "in another dtype it is right", "tail": "sizes of a power of two are right",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class Judgement:
-    """What the judge says. ``sentence`` is the first thing that is wrong, with the smallest case that shows it; empty if all is right."""
+    """What the judge says.
+
+    Attributes:
+        task: the task's name.
+        sentence: the first thing that is wrong, with the smallest case that shows it; empty if all is right.
+        cases: how many were right.
+        kind: what went wrong, a key of :data:`HINTS`, or "rule" or "load" of what was not judged; empty if nothing is known.
+        compiled: for which GPUs what was launched compiles, or why that was not tried.
+        speed: on a GPU, the time with a cold cache, its share of the bound that bytes or products set, and PyTorch's time.
+        hints: as many as were asked for; the first is about ``kind``.
+        printed: what the failing case printed.
+    """
 
     task: str
     sentence: str
     cases: int
-    speed: Speed | None = None
+    kind: str = ""
+    compiled: str = ""
+    speed: str = ""
     hints: tuple[str, ...] = ()
     printed: str = ""
 
@@ -83,8 +108,11 @@ class Judgement:
         return not self.sentence
 
     def __str__(self) -> str:
-        told = f"{self.task}: right, {self.cases} cases" if self.right else f"{self.task}: not right. {self.sentence}"
-        lines = [told, *([str(self.speed)] if self.speed else []), *(f"Hint: {hint}" for hint in self.hints)]
+        if self.right:
+            told = f"{self.task}: right, {self.cases} cases" + (f"; {self.compiled}" if self.compiled else "")
+        else:
+            told = f"{self.task}: {'not judged' if self.kind in NOT_JUDGED else 'not right'}: {self.sentence}"
+        lines = [told, *filter(None, [self.speed]), *(f"Hint: {hint}" for hint in self.hints)]
         return "\n".join(lines + ([f"In the last case it printed:\n{self.printed}"] if self.printed else []))
 
     def require(self) -> Judgement:
@@ -98,126 +126,102 @@ class Judgement:
 
 
 class _Server:
-    """A process that has imported what solutions need, and forks one for each (without a GPU; with one it serves one)."""
+    """A process that has imported what solutions need. ``how``: "interpret" and "compile" fork one for each; "gpu" serves one."""
 
-    def __init__(self, on_gpu: bool) -> None:
+    def __init__(self, how: str) -> None:
         own, other = socket.socketpair()
-        kept = (
-            "PATH",
-            "PYTHONPATH",
-            "LD_LIBRARY_PATH",
-            "LANG",
-            "VIRTUAL_ENV",
-            "TRITON_CACHE_DIR",
-            "CUDA_VISIBLE_DEVICES",
-            "CUDA_HOME",
-            "HOME",
-        )
-        environment = {name: os.environ[name] for name in kept if name in os.environ}
-        environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        if not on_gpu:
-            environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "kernelbook.lab.judge_worker", str(other.fileno()), *([] if on_gpu else ["serve"])],
-            env=environment, pass_fds=(other.fileno(),), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-        )  # fmt: skip
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        if how != "gpu":
+            environment |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+            environment["TRITON_INTERPRET"] = "1" if how == "interpret" else "0"
+        command = [sys.executable, "-m", "kernelbook.lab.judge_worker", str(other.fileno()), "serve"]
+        command = command[: 4 + (how != "gpu")]
+        void = subprocess.DEVNULL
+        self.process = subprocess.Popen(command, env=environment, pass_fds=(other.fileno(),), stdin=void, stdout=void)
         other.close()
         self.control = own
 
     def close(self) -> None:
         self.control.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(timeout=1)
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
+        self.process.kill()
+        self.process.wait()
 
 
-_server: list[_Server] = []
+_servers: dict[str, _Server] = {}
 
 
-def _interpreting() -> _Server:
-    """The server for the interpreter, started once; it ends with this process."""
-    if not _server or _server[0].process.poll() is not None:
-        _server[:] = [_Server(on_gpu=False)]
-        atexit.register(_server[0].close)
-    return _server[0]
+def _server(how: str) -> _Server:
+    """The server, started once; it ends with this process."""
+    if how not in _servers or _servers[how].process.poll() is not None:
+        _servers[how] = _Server(how)
+        atexit.register(_servers[how].close)
+    return _servers[how]
 
 
 class _WrongError(Exception):
-    """Why a solution is not right, in a sentence."""
+    """Why a solution is not right, in a sentence, and what kind of failure that is."""
+
+    def __init__(self, told: str, kind: str = "") -> None:
+        super().__init__(told)
+        self.kind = kind
 
 
 class _Solution:
-    """A solution at work in a process of its own."""
+    """A solution at work in a process of its own; one message is sent, and its answer read, before the next."""
 
-    def __init__(self, server: _Server, text: str, function: str, task: Task, folder: Path, *, on_gpu: bool) -> None:
-        (folder / "solution.py").write_text(text, encoding="utf-8")
-        self.channel, other = socket.socketpair()
+    def __init__(self, server: _Server, text: str, function: str, task: Task, folder: Path, seed: int) -> None:
+        self.folder, self.task, self.pid = folder, task, 0
+        self.rules: dict[str, Any] = {"grads": list(task.grads), "also": list(task.also), "copies": task.copies}
+        file = folder / "solution.py"
+        file.write_text(text, encoding="utf-8")
+        self.channel, other = multiprocessing.Pipe()
         socket.send_fds(server.control, [b"."], [other.fileno()])
         other.close()
-        self.channel.settimeout(SECONDS)
-        self.pid = 0
-        memory = 0 if on_gpu else 16 * 2**30  # addresses, of which CUDA takes many
-        self.pid = self.ask(
-            {
-                "folder": str(folder), "file": str(folder / "solution.py"), "function": function, "also": list(task.also), "copies": task.copies,
-                "memory": memory, "seconds": 600, "watched": not on_gpu,
-            }
-        )["pid"]  # fmt: skip
-        self._answer()
+        memory = 0 if runtime.DEVICE.type == "cuda" else 16 * 2**30  # addresses, of which CUDA takes many
+        self.send(
+            {"do": "load", "file": str(file), "function": function, "memory": memory, "seconds": 600, "seed": seed}
+        )
+        self.pid = self.answer()["pid"]
 
-    def ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        try:
-            judge_worker.send(self.channel, message)
-        except OSError:
-            raise _WrongError("its process has ended") from None
-        return self._answer()
+    def send(self, message: Mapping[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # the answer says so
+            self.channel.send_bytes(pickle.dumps({**self.rules, **message}))
 
-    def _answer(self) -> dict[str, Any]:
+    def answer(self) -> dict[str, Any]:
         try:
-            answer = judge_worker.receive(self.channel)
-        except TimeoutError:
-            raise _WrongError(f"it did not answer within {SECONDS:.0f} seconds") from None
+            if not self.channel.poll(SECONDS):
+                raise _WrongError(f"it did not answer within {SECONDS:.0f} seconds")
+            answer = pickle.loads(self.channel.recv_bytes())
         except (EOFError, OSError):
             raise _WrongError("its process ended: a crash, or a limit on time or memory") from None
-        except Exception as error:  # what was sent is no message
-            raise _WrongError(f"its process sent what is no answer: {type(error).__name__}") from None
         if "refused" in answer:
-            raise _WrongError(_plain(str(answer["refused"])))
+            raise _WrongError(answer["refused"], answer["kind"])
         return answer
+
+    def ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        self.send(message)
+        return self.answer()
+
+    def printed(self) -> str:
+        found = self.folder / "printed.txt"
+        return found.read_text(errors="replace")[:4000].strip() if found.exists() else ""
 
     def close(self) -> None:
         self.channel.close()
-        if isinstance(self.pid, int) and self.pid > 1:
+        if self.pid > 1:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
 
 
-def _plain(text: str) -> str:
-    """Without what moves a terminal's cursor: a solution's words do not write over the judge's."""
-    return "".join(letter if letter.isprintable() or letter == "\n" else "\ufffd" for letter in text.expandtabs())
-
-
 @contextlib.contextmanager
-def _solution(text: str, function: str, task: Task, *, on_gpu: bool) -> Iterator[_Solution]:
-    with tempfile.TemporaryDirectory() as folder:
-        server = _Server(on_gpu=True) if on_gpu else _interpreting()
-        solution = None
-        try:
-            solution = _Solution(server, text, function, task, Path(folder), on_gpu=on_gpu)
-            yield solution
-        finally:
-            if solution is not None:
-                solution.close()
-            if on_gpu:
-                server.close()
-            printed = Path(folder, "printed.txt")
-            if printed.exists():
-                _printed[:] = [_plain(printed.read_text(errors="replace")[:4000]).strip()]
-
-
-_printed: list[str] = []
+def _solution(how: str, text: str, function: str, task: Task, seed: int) -> Iterator[_Solution]:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        server = _Server("gpu") if how == "gpu" else _server(how)
+        if how == "gpu":
+            stack.callback(server.close)
+        solution = _Solution(server, text, function, task, Path(folder), seed)
+        stack.callback(solution.close)
+        yield solution
 
 
 # --- the cases ------------------------------------------------------------------------------------------------------------
@@ -229,16 +233,20 @@ class _Case:
     dtype: torch.dtype = torch.float32
     layout: str = "contiguous"
     scale: float = 1.0
+    dy: str = "contiguous"
     calls: int = 1
 
     def __str__(self) -> str:
-        words = [
-            " ".join(f"{name}={size}" for name, size in self.sizes.items()),
-            str(self.dtype).removeprefix("torch."),
-        ]
+        words = [" ".join(f"{name}={size}" for name, size in self.sizes.items()), str(self.dtype)[len("torch.") :]]
         words += [self.layout] if self.layout != "contiguous" else []
-        words += [f"numbers around {self.scale:g}"] if self.scale != 1 else []
-        return ", ".join(words)
+        words += [f"dy {self.dy}"] if self.dy != "contiguous" else []
+        return ", ".join(words + ([f"numbers around {self.scale:g}"] if self.scale != 1 else []))
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """Small before large, plain before strange."""
+        strange = self.layout != "contiguous", self.dy != "contiguous", self.scale != 1
+        return self.calls > 1, _elements(self.sizes), *strange
 
 
 def _elements(sizes: Mapping[str, int]) -> int:
@@ -246,7 +254,7 @@ def _elements(sizes: Mapping[str, int]) -> int:
 
 
 def _drawn(task: Task, rng: random.Random) -> dict[str, int]:
-    """Sizes that nobody knows beforehand, between the task's own."""
+    """Sizes between the task's own."""
     sizes = {}
     for name in task.sizes[0]:
         choices = [s[name] for s in task.sizes]
@@ -264,57 +272,18 @@ def _drawn(task: Task, rng: random.Random) -> dict[str, int]:
 
 
 def _cases(task: Task, rng: random.Random) -> list[_Case]:
-    """From small to large; every size, every dtype in every layout, every scale, drawn sizes, nothing, and new numbers in old memory."""
+    """Every size, every scale, every layout and every layout of ``dy`` in every dtype; nothing; and new numbers in old memory."""
     sizes = sorted(task.sizes, key=_elements)
-    dtypes, layouts = list(task.dtypes), tasks.LAYOUTS if task.strided else tasks.LAYOUTS[:1]
-    cases = [_Case(s, dtypes[i % len(dtypes)]) for i, s in enumerate(sizes)]
-    middle = sizes[len(sizes) // 2]
-    cases += [_Case(_drawn(task, rng), dtype, layout) for dtype in dtypes for layout in layouts]
-    cases += [_Case(middle, dtypes[0], scale=scale) for scale in task.scales if scale != 1]
-    cases += [_Case(sizes[-1], dtypes[-1], layouts[-1])]
-    if task.empty:
-        cases.append(_Case({**middle, task.empty: 0}))
-    cases.append(_Case(middle, dtypes[0], calls=rng.randint(4, 8)))
-    cases.append(_Case(_drawn(task, rng), dtypes[-1], calls=3))
-    return sorted(cases, key=lambda case: (case.calls > 1, _elements(case.sizes)))
-
-
-def _numbers(text: str) -> set[int]:
-    """The whole numbers of a text, and what comes of those that are multiplied, added or shifted there."""
-    known = {ast.Mult: operator.mul, ast.Add: operator.add, ast.LShift: operator.lshift, ast.Pow: operator.pow}
-
-    def value(node: ast.AST) -> int | None:
-        if isinstance(node, ast.Constant) and type(node.value) is int:
-            return node.value
-        if isinstance(node, ast.BinOp) and type(node.op) in known:
-            left, right = value(node.left), value(node.right)
-            if left is not None and right is not None and 0 <= left < 2**16 and 0 <= right < 2**16:
-                return known[type(node.op)](left, right) if right < 32 or isinstance(node.op, ast.Mult) else None
-        return None
-
-    return {found for node in ast.walk(ast.parse(text.encode())) if (found := value(node)) is not None}
-
-
-def _beyond(task: Task, text: str, rng: random.Random) -> list[_Case]:
-    """Where the text has a number above a size that is tried anyway, from which it may do otherwise: that size beyond it, the others small."""
-    cases = []
-    for name in [name for name in task.sizes[0] if name not in task.powers]:
-        high, step = max(sizes[name] for sizes in task.sizes), task.multiple.get(name, 1)
-        found = [n for n in _numbers(text) if high <= n <= min(LARGEST, task.most.get(name, LARGEST + 1) - 1)]
-        if found:
-            size = -(-rng.randint(max(found) * 5 // 4 + 1, max(found) * 3 // 2 + 1) // step) * step
-            for few in (1, 0):  # the second smallest of the others, else the smallest
-                values = {other: sorted({sizes[other] for sizes in task.sizes}) for other in task.sizes[0]}
-                case = {other: many[min(few, len(many) - 1)] for other, many in values.items()}
-                case[name] = min(size, task.most.get(name, size))
-                if _elements(case) <= 8 * LARGEST:
-                    cases.append(_Case(case, task.dtypes[0]))
-                    break
-    return cases
-
-
-def _to(device: torch.device, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+    middle, cases = sizes[len(sizes) // 2], []
+    layouts = tasks.LAYOUTS if task.strided else tasks.LAYOUTS[:1]
+    for dtype in task.dtypes:
+        cases += [_Case(s, dtype) for s in sizes]
+        cases += [_Case(s, dtype, scale=scale) for scale in task.scales if scale != 1 for s in (middle, sizes[-1])]
+        cases += [_Case(_drawn(task, rng), dtype, layout) for layout in layouts]
+        cases += [_Case(_drawn(task, rng), dtype, dy=dy) for dy in tasks.LAYOUTS[1:] if task.grads]
+        cases += [_Case({**middle, task.empty: 0}, dtype)] if task.empty else []
+        cases += [_Case(middle, dtype, calls=3)]
+    return sorted(cases, key=lambda case: case.order)
 
 
 def _list(found: Any) -> list[torch.Tensor]:
@@ -325,257 +294,180 @@ class _Asked:
     """One case, drawn; what the solution has to give back for it."""
 
     def __init__(self, task: Task, case: _Case, seed: int) -> None:
-        self.task = task
-        self.series = [
-            task.inputs(Draw(seed + i, case.dtype, case.layout, case.scale), **case.sizes) for i in range(case.calls)
-        ]
-        self.shapes = [out.shape for out in _list(task.reference(**self.series[0]))]
-        generator = torch.Generator().manual_seed(seed + 10_000)
-        self.upstream = [
-            [torch.randn(shape, generator=generator).to(case.dtype) for shape in self.shapes] if task.grads else []
-            for _ in self.series
-        ]
+        calls = range(case.calls)
+        draws = [Draw(seed + i, case.dtype, case.layout, case.scale) for i in calls]
+        self.task, self.series = task, [task.inputs(draw, **case.sizes) for draw in draws]
+        shapes = [out.shape for out in _list(task.reference(**self.series[0]))] if task.grads else []
+        self.upstream = [[Draw(~seed + i, case.dtype, case.dy)(*shape) for shape in shapes] for i in calls]
 
-    def message(self) -> dict[str, Any]:
-        return {"do": "call", "series": self.series, "grads": list(self.task.grads), "upstream": self.upstream}
-
-    def verdicts(self, number: int, result: Mapping[str, Any], device: torch.device) -> list[check.Verdict]:
-        """Compares the result of one call; raises where there is nothing to compare."""
-        inputs, upstream = _to(device, self.series[number]), [up.to(device) for up in self.upstream[number]]
-        plain = self.task.peer or self.task.reference
-        truth, true_grads = check._run(self.task.reference, inputs, torch.float64, upstream or None, self.task.grads)
-        base, base_grads = check._run(plain, inputs, None, upstream or None, self.task.grads)
-        outputs, grads = list(result["outputs"]), list(result["grads"])
-        if len(outputs) != len(truth):
-            raise _WrongError(f"it returned {len(outputs)} tensors where {len(truth)} were expected")
+    def found(self, number: int, result: Mapping[str, Any]) -> list[_Found]:
+        """What one call returned, beside the truth and PyTorch's own; raises where there is nothing to compare."""
+        given, grads = (self.series[number], self.upstream[number] or None), self.task.grads
+        truth, true_grads = check._run(self.task.reference, given[0], torch.float64, given[1], grads)
+        base, base_grads = check._run(self.task.peer or self.task.reference, given[0], None, given[1], grads)
+        ours: list[torch.Tensor] = result["outputs"]
+        if len(ours) != len(truth):
+            raise _WrongError(f"it returned {len(ours)} tensors where {len(truth)} were expected", "return")
         names = ["the result"] if len(truth) == 1 else [f"result {i}" for i in range(len(truth))]
-        named: list[tuple[Any, ...]] = [
-            *zip(names, outputs, truth, base, [check.FORWARD_FACTOR] * len(names), strict=True)
-        ]
-        by = [f"the gradient by {name}" for name in self.task.grads]
-        named += zip(by, grads, true_grads, base_grads, [check.GRADIENT_FACTOR] * len(by), strict=True)
-        return [_compared(name, out.to(device), true, plain_, factor) for name, out, true, plain_, factor in named]
-
-    def unchanged(self, number: int, result: Mapping[str, Any]) -> None:
-        """All memory of the inputs is as it was, also between and around the elements."""
-        for name, value in self.series[number].items():
-            if isinstance(value, torch.Tensor):
-                before = judge_worker._storage_bytes(value)
-                if not torch.equal(before, result["inputs"][name]):
-                    raise _WrongError(f"it writes into {name}, which is an input, or into the memory around it")
+        by = [f"the gradient by {name}" for name in grads]
+        forward = zip(names, ours, truth, base, strict=True)
+        backward = zip(by, result["grads"], true_grads, base_grads, strict=True)
+        found = [_Found.of(*parts, check.FORWARD_FACTOR) for parts in forward]
+        return found + [_Found.of(*parts, check.GRADIENT_FACTOR) for parts in backward]  # type: ignore[arg-type]
 
 
-def _compared(name: str, out: torch.Tensor, truth: torch.Tensor, base: torch.Tensor, factor: float) -> check.Verdict:
-    if out.shape != truth.shape:
-        raise _WrongError(f"{name} has shape {tuple(out.shape)}, expected {tuple(truth.shape)}")
-    if out.dtype != base.dtype:
-        raise _WrongError(f"{name} is {out.dtype}, expected {base.dtype}")
-    if not base.is_floating_point():
-        wrong = out != base
+@dataclasses.dataclass(frozen=True)
+class _Found:
+    """One tensor of a solution, with the verdict on it."""
+
+    verdict: check.Verdict
+    out: torch.Tensor
+    truth: torch.Tensor
+
+    @staticmethod
+    def of(name: str, out: torch.Tensor, truth: torch.Tensor, base: torch.Tensor, factor: float) -> _Found:
+        """Compares; raises for what no number describes: shape, dtype, integers, NaN."""
+        if out.shape != truth.shape:
+            raise _WrongError(f"{name} has shape {tuple(out.shape)}, expected {tuple(truth.shape)}", "return")
+        if out.dtype != base.dtype:
+            raise _WrongError(f"{name} is {out.dtype}, expected {base.dtype}", "return")
+        numbers = base.is_floating_point()
+        wrong = torch.isnan(out) & ~torch.isnan(truth) if numbers else out != base
         if bool(wrong.any()):
-            raise _WrongError(
-                f"{name} is wrong in {int(wrong.sum())} of {out.numel()} elements, {_first(wrong, out, base)}"
-            )
-        return check.Verdict(name, 0.0, 0.0, 0.0, 0.0)
-    nan = torch.isnan(out) & ~torch.isnan(truth)
-    if bool(nan.any()):
-        raise _WrongError(
-            f"{name} has NaN in {int(nan.sum())} of {out.numel()} elements, {_first(nan, out, truth)}: not written, or made of what "
-            "lies outside"
-        )
-    return check.compare(name, out, truth, base, factor=factor)
+            told = f"{'has NaN' if numbers else 'is wrong'} in {int(wrong.sum())} of {out.numel()} elements"
+            made = ": not written, or made of what lies outside" if numbers else ""
+            raise _WrongError(f"{name} {told}, {_first(wrong, out, truth)}{made}")
+        verdict = check.compare(name, out, truth, base, factor=factor) if numbers else check.Verdict(name, 0, 0, 0, 0)
+        return _Found(verdict, out, truth)
+
+    def __str__(self) -> str:
+        """What a failed comparison says to a reader."""
+        difference = (self.out.double() - self.truth).abs()
+        allowed = max(4 * self.verdict.limit * float(self.truth.abs().max()), 1e-30)
+        wrong = difference > min(allowed, float(difference.max()) * 0.999)
+        off = f"is off by {self.verdict.error:.1e} where {self.verdict.limit:.1e} is allowed"
+        where = f"{int(wrong.sum())} of {self.truth.numel()} elements stand out"
+        return f"{self.verdict.name} {off}; {where}, {_first(wrong, self.out, self.truth)}"
 
 
 def _first(wrong: torch.Tensor, out: torch.Tensor, truth: torch.Tensor) -> str:
+    """The first place that is wrong, with as many digits as it takes to see that."""
     place = tuple(torch.nonzero(wrong)[0].tolist())
-    return f"the first at {list(place)}: {float(out[place]):.5g} instead of {float(truth[place]):.5g}"
+    ours, true = float(out[place]), float(truth[place])
+    digits = next((d for d in range(5, 18) if f"{ours:.{d}g}" != f"{true:.{d}g}"), 17)
+    return f"the first at {list(place)}: {ours:.{digits}g} instead of {true:.{digits}g}"
 
 
-def _far_off(
-    asked: _Asked, number: int, result: Mapping[str, Any], verdict: check.Verdict, device: torch.device
-) -> str:
-    """What a failed comparison says to a reader."""
-    inputs = _to(device, asked.series[number])
-    upstream = [up.to(device) for up in asked.upstream[number]]
-    truth, grads = check._run(asked.task.reference, inputs, torch.float64, upstream or None, asked.task.grads)
-    for name, out, true in [
-        *zip(
-            ["the result"] if len(truth) == 1 else [f"result {i}" for i in range(len(truth))],
-            result["outputs"],
-            truth,
-            strict=True,
-        ),
-        *zip([f"the gradient by {n}" for n in asked.task.grads], result["grads"], grads, strict=True),
-    ]:
-        if name == verdict.name and true is not None and true.numel():
-            difference = (out.to(device).double() - true).abs()
-            allowed = max(4 * verdict.limit * float(true.abs().max()), 1e-30)
-            wrong = difference > min(allowed, float(difference.max()) * 0.999)
-            return (
-                f"{name} is off by {verdict.error:.1e} where {verdict.limit:.1e} is allowed; {int(wrong.sum())} of {true.numel()} elements "
-                f"stand out, {_first(wrong, out.to(device), true)}"
-            )
-    return str(verdict)
-
-
-def _run_case(solution: _Solution, task: Task, case: _Case, seed: int, device: torch.device) -> None:
+def _run_case(solution: _Solution, case: _Case, seed: int) -> None:
     """Raises :class:`_WrongError` if the solution is wrong for the case."""
-
-    def ask(seed: int, *, first: bool = False) -> tuple[_Asked, list[dict[str, Any]], list[list[check.Verdict]]]:
-        asked = _Asked(task, case, seed)
-        results = solution.ask(asked.message() | {"first": first}).get("results")
-        if not isinstance(results, list) or len(results) != case.calls:
-            raise _WrongError("its process sent what is no answer")
-        try:
-            for number, result in enumerate(results):
-                asked.unchanged(number, result)
-            return asked, results, [asked.verdicts(number, result, device) for number, result in enumerate(results)]
-        except (KeyError, TypeError, AttributeError, check.CheckError) as error:
-            raise _WrongError(f"its process sent what is no answer: {error}") from None
-
-    asked, results, found = ask(seed, first=True)
-    if all(verdict.passed for verdicts in found for verdict in verdicts):
-        return
-    # A limit that PyTorch's luck has made small does not count: the root mean squares over more draws do.
-    close = max(v.error / v.limit for verdicts in found for v in verdicts if v.limit) < 10
-    draws = [found, *(ask(seed + 100_000 * (i + 1))[2] for i in range(REDRAWS if close else 0))]
-    for number, verdicts in enumerate(found):
-        for i, verdict in enumerate(verdicts):
-            if verdict.passed:
-                continue
-
-            def mean(field: Callable[[check.Verdict], float], number: int = number, i: int = i) -> float:
-                return math.sqrt(sum(field(draw[number][i]) ** 2 for draw in draws) / len(draws))
-
-            if len(draws) > 1 and mean(lambda v: v.error) <= mean(lambda v: v.limit) and mean(lambda v: v.element) <= 1:
-                continue
-            told = _far_off(asked, number, results[number], verdict, device)
-            if number:
-                told = f"call {number + 1} with new numbers in the same memory: {told}"
-            raise _WrongError(told)
-
-
-def _far_apart(solution: _Solution, task: Task, seed: int, device: torch.device, elements: int = 2**31) -> None:
-    """Raises :class:`_WrongError` if rows that lie so far apart are not read where they are: by offsets that 32 bits cannot count."""
-    sizes, dtype = max(task.sizes, key=_elements), min(task.dtypes, key=lambda dtype: dtype.itemsize)
-    asked = _Asked(dataclasses.replace(task, grads=()), _Case(sizes, dtype), seed)
-    tensors = [value for value in asked.series[0].values() if isinstance(value, torch.Tensor)]
-    if not any(tensor.dim() == 2 and len(tensor) > 1 for tensor in tensors):
-        return
-    where = f"with rows that lie {elements} elements apart"
+    asked = _Asked(solution.task, case, seed)
+    results = solution.ask({"do": "call", "series": asked.series, "upstream": asked.upstream})["results"]
     try:
-        outputs = solution.ask({"do": "far", "inputs": asked.series[0], "elements": elements})["outputs"]
-        found = [] if outputs is None else asked.verdicts(0, {"outputs": outputs, "grads": []}, device)
-    except _WrongError as error:
-        raise _WrongError(f"{where}: {error}") from None
-    for verdict in found:
-        if verdict.error > 10 * verdict.limit:  # what is read elsewhere is far off
-            raise _WrongError(f"{where}: {verdict}")
+        found = [one for number, result in enumerate(results) for one in asked.found(number, result)]
+    except check.CheckError:  # PyTorch's own result is not finite
+        return
+    if solution.task.contiguous and not all(result["contiguous"] for result in results):
+        raise _WrongError("the result is not contiguous, as the task promises", "contiguous")
+    for one in found:
+        if not one.verdict.passed:
+            call = "of several calls with new numbers in the same memory: " if case.calls > 1 else ""
+            raise _WrongError(f"{call}{one}")
 
 
-# --- speed ----------------------------------------------------------------------------------------------------------------
+def _why(solution: _Solution, case: _Case, seed: int) -> str:
+    """The kind of a failure: which one thing of the case, undone, makes it right. Empty where none does."""
+    kept = {*solution.task.powers, *solution.task.multiple}
+    powers = {n: s if n in kept or s < 3 else 1 << (s.bit_length() - 1) for n, s in case.sizes.items()}
+    other = torch.float16 if case.dtype is torch.float32 else torch.float32
+    plain: list[Any] = [{"calls": 1}, {"dy": "contiguous"}, {"layout": "contiguous"}, {"scale": 1.0}, {"dtype": other}]
+    for kind, change in zip(_UNDONE, [*plain, {"sizes": powers}], strict=True):
+        undone = dataclasses.replace(case, **change)
+        if undone != case and undone.dtype in solution.task.dtypes:
+            with contextlib.suppress(_WrongError):
+                _run_case(solution, undone, seed)
+                return kind
+    return ""
 
 
-def _timed(solution: _Solution, task: Task, rng: random.Random) -> Speed:
-    """The time at the real size; raises :class:`_WrongError` if it is no time, or the results that were timed are wrong."""
-    dtype, device = task.dtypes[-1], runtime.DEVICE
-    case = _Case(task.real, dtype)
-    asked = _Asked(dataclasses.replace(task, grads=()), case, rng.getrandbits(32))
-    inputs = asked.series[0]
-    seeds, wanted = [rng.getrandbits(31) for _ in range(997)], rng.randint(3, 17)
-    asking = {
-        "do": "time",
-        "inputs": inputs,
-        "kept": list(task.kept),
-        "seeds": seeds,
-        "wanted": wanted,
-        "rep_ms": 100.0,
+def _far_apart(solution: _Solution, seed: int) -> None:
+    """Raises :class:`_WrongError` if elements that lie 2**31 apart are not read where they are: by offsets that 32 bits cannot count."""
+    task = dataclasses.replace(solution.task, grads=())
+    sizes = sorted(task.sizes, key=lambda sizes: (sum(size > 2 for size in sizes.values()) < 2, _elements(sizes)))[0]
+    asked = _Asked(task, _Case(sizes, min(task.dtypes, key=lambda dtype: dtype.itemsize)), seed)
+    matrices = {
+        name: x
+        for name, x in asked.series[0].items()
+        if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dim() > 1
     }
-    answer = solution.ask(asking)
-    ms = float(answer["ms"])
+    for name, dim in [(name, dim) for name, x in matrices.items() for dim in {0, x.dim() - 1} if x.shape[dim] > 2]:
+        try:
+            outputs = solution.ask({"do": "far", "inputs": asked.series[0], "name": name, "dim": dim})["outputs"]
+            found = asked.found(0, {"outputs": outputs, "grads": []}) if outputs is not None else []
+            told = next((str(one) for one in found if one.verdict.error > 10 * one.verdict.limit), "")
+        except _WrongError as error:
+            told = str(error)
+        if told:
+            lie = f"{'columns' if dim else 'rows'} of {name} lie so far apart that 32 bits do not count the offsets"
+            raise _WrongError(
+                f"where {lie}, {told}. Convert with .to(tl.int64) before a stride is multiplied", "overflow"
+            )
 
-    ours = _to(device, inputs)
-    generator = torch.Generator(device)
-    for seed in seeds[: wanted + 1]:
-        for name in judge_worker.scrambled(ours, task.kept):
-            judge_worker.scramble(ours[name], generator.manual_seed(seed))
-    asked.series = [ours]
-    for verdict in asked.verdicts(0, {"outputs": answer["kept"], "grads": []}, device):
-        if not verdict.passed:
-            raise _WrongError(f"the result of a call that was timed is wrong: {verdict}")
 
+def _compiles(solution: _Solution, rng: random.Random) -> None:
+    """Asks for the compiler's word on every size, and on a strided case in every dtype; its answer comes later."""
+    task = solution.task
+    cases = [_Case(s, task.dtypes[i % len(task.dtypes)]) for i, s in enumerate(task.sizes)]
+    cases += [_Case(_drawn(task, rng), dtype, "padded" if task.strided else "contiguous") for dtype in task.dtypes]
+    asked = [_Asked(task, case, rng.getrandbits(32)) for case in cases]
+    solution.send({"do": "compile", "cases": [(one.series[0], one.upstream[0]) for one in asked]})
+
+
+def _timed(solution: _Solution, seed: int) -> str:
+    """The time at the real size, in words; raises :class:`_WrongError` if the result there is wrong."""
+    task, dtype = dataclasses.replace(solution.task, grads=()), solution.task.dtypes[-1]
+    case = _Case(task.real, dtype)
+    asked = _Asked(task, case, seed)
+    answer = solution.ask({"do": "time", "inputs": asked.series[0], "rep_ms": 100.0})
+    for one in asked.found(0, {"outputs": answer["outputs"], "grads": []}):
+        if not one.verdict.passed:
+            raise _WrongError(f"for {case}: {one}")
     ceilings = timing.measure_ceilings(quick=True)
-    outputs = _list(task.reference(**ours))
-    size = torch.empty(0, dtype=dtype).element_size()
-    tensors = [value for value in (*ours.values(), *outputs) if isinstance(value, torch.Tensor)]
-    moved = task.moved(task.real, size) if task.moved else sum(t.numel() * t.element_size() for t in tensors)
-    bound = moved / ceilings.copy_gbs / 1e6
-    if task.flops:
-        tflops = ceilings.tf32_tflops if dtype is torch.float32 else ceilings.bf16_tflops
-        bound = max(bound, task.flops(task.real) / tflops / 1e9)
-    peer = task.peer or task.reference
-    calls: dict[str, Callable[[], Any]] = {"torch": lambda: peer(**ours)}
-    if task.book is not None:
-        book = task.book
-        calls["book"] = lambda: book(**ours)
-    times = timing.measure_in_turn(calls)
-    speed = Speed(
-        runtime.properties().name, ", ".join(map(str, (case,))), ms, bound, times["torch"].ms,
-        times["book"].ms if "book" in times else None,
-    )  # fmt: skip
-    if ms < 0.9 * bound:
-        raise _WrongError(f"{speed}: no kernel can do that, so the clock was not this kernel's")
-    own = math.inf
-    for _ in range(5):  # what else runs on the GPU can make this clock too slow, and never too fast
-        own = min(own, _wall_ms(solution, inputs))
-        if own <= 2 * ms + 0.2:
-            return speed
-    raise _WrongError(f"the other process says {ms:.4g} ms a call, and this one's clock {own:.4g} ms")
-
-
-def _wall_ms(solution: _Solution, inputs: Mapping[str, Any]) -> float:
-    """By this process's clock, what a further call takes in a row of them; the cache is warm and the host's time counts."""
-
-    def seconds(calls: int, given: Mapping[str, Any]) -> float:
-        start = time.perf_counter()
-        solution.ask({"do": "repeat", "calls": calls, "inputs": given})
-        return time.perf_counter() - start
-
-    seconds(5, inputs)
-    return min((seconds(220, {}) - seconds(20, {})) / 200 for _ in range(3)) * 1e3
+    tensors = [value for value in (*asked.series[0].values(), *answer["outputs"]) if isinstance(value, torch.Tensor)]
+    moved = task.moved(task.real, dtype.itemsize) if task.moved else sum(t.numel() * t.element_size() for t in tensors)
+    tflops = ceilings.tf32_tflops if dtype is torch.float32 else ceilings.bf16_tflops
+    bound = max(moved / ceilings.copy_gbs / 1e6, task.flops(task.real) / tflops / 1e9 if task.flops else 0.0)
+    inputs = {n: x.to(runtime.DEVICE) if isinstance(x, torch.Tensor) else x for n, x in asked.series[0].items()}
+    peer = timing.measure(lambda: (task.peer or task.reference)(**inputs))
+    share = f"{bound / answer['ms']:.0%} of the bound; PyTorch {peer.ms:.4g} ms"
+    return f"{answer['ms']:.4g} ms for {case} on {runtime.properties().name}: {share}"
 
 
 # --- judge ----------------------------------------------------------------------------------------------------------------
 
 
-def _text(solution: Any, name: str) -> tuple[str, str]:
-    """The text of a solution and its function's name in it."""
-    if not isinstance(solution, (str, Path)):
-        text = judge_source.text_of(solution)
-        return text, judge_source._base(solution).__name__
-    path = Path(solution)
-    try:
-        return path.read_text(encoding="utf-8"), name
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"judge: {path} cannot be read: {error}") from None
-
-
 def find_task(name: str) -> Task:
     """A task by its name, or ``my_tasks.py:name`` in a file of the reader's: the ``Task`` there that is called so."""
     place, colon, own = name.rpartition(":")
-    if not colon:
-        return tasks.task(name)
-    try:
-        spec = importlib.util.spec_from_file_location("own_tasks", place)
-        assert spec is not None and spec.loader is not None
-        module: types.ModuleType = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise ValueError(f"judge: {place} cannot be read as a file of tasks: {type(error).__name__}: {error}") from None
-    found = {value.name: value for value in vars(module).values() if isinstance(value, Task)}
-    if own not in found:
-        raise ValueError(f"judge: task must be one of {', '.join(sorted(found)) or 'none'} of {place}, got {own!r}")
-    return found[own]
+    known: Mapping[str, Task] = TASKS
+    if colon:
+        try:
+            found = runpy.run_path(place).values()
+        except Exception as error:
+            told = f"{type(error).__name__}: {error}"
+            raise ValueError(f"judge: {place} cannot be read as a file of tasks: {told}") from None
+        known = {value.name: value for value in found if isinstance(value, Task)}
+    if own not in known:
+        near = [f"did you mean {match}?" for match in difflib.get_close_matches(own, known, 1)]
+        there = f"{place} has {', '.join(known) or 'none'}" if colon else "`python -m kernelbook judge` lists them"
+        raise ValueError(f"judge: there is no task {own!r}: {(near or [there])[0]}")
+    return known[own]
+
+
+def _hints(task: Task, kind: str, many: int) -> tuple[str, ...]:
+    """First of what went wrong, then how the task is done."""
+    if kind == "load":
+        return ()
+    return tuple(hint for hint in (task.hints.get(kind) or HINTS.get(kind), task.how) if hint)[:many]
 
 
 def judge(
@@ -584,7 +476,6 @@ def judge(
     *,
     hints: int = 0,
     seed: int | None = None,
-    read: bool = True,
     gpu: bool | None = None,
     speed: bool = True,
 ) -> Judgement:
@@ -593,9 +484,8 @@ def judge(
     Args:
         solution: a function of a notebook or a script, or the path of a file with a function of the task's name.
         task: a name of :data:`TASKS`, or a :class:`Task`.
-        hints: how many of the task's hints to give, where the solution is not right.
-        seed: of sizes and numbers; default: a new one each time, so that nobody can know them.
-        read: whether the text is read first. Without it, what runs has to be refused for what it does.
+        hints: how many hints to give, where the solution is not right: one of what went wrong, then how the task is done.
+        seed: of sizes and numbers; default: a new one each time.
         gpu: whether to go on to the GPU; default: if there is one.
         speed: whether to take the time, on a GPU.
 
@@ -603,32 +493,51 @@ def judge(
         ValueError: there is no such task or file, or the function cannot be made a file.
     """
     task = find_task(task) if isinstance(task, str) else task
-    if gpu is None:
-        gpu = runtime.DEVICE.type == "cuda"
+    gpu = runtime.DEVICE.type == "cuda" if gpu is None else gpu
     if gpu and runtime.DEVICE.type != "cuda":
         raise ValueError("judge: gpu=True needs a GPU on which kernels are compiled, and there is none")
-    text, function = _text(solution, task.name)
-    found = judge_source.problems(text) if read else []
-    rng = random.Random(secrets.randbits(64) if seed is None else seed)
-    passed, case, timed = 0, None, None
-    _printed.clear()
-    sentence = f"Its {found[0]}." if found else ""
-    if not found:
+    if isinstance(solution, (str, Path)):
         try:
-            for on_gpu in (False, True)[: 1 + gpu]:
-                device = runtime.DEVICE if on_gpu else torch.device("cpu")
+            text, function = Path(solution).read_text(encoding="utf-8"), task.name
+        except (OSError, ValueError) as error:
+            raise ValueError(f"judge: {solution} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    else:
+        text, function = judge_source.text_of(solution), judge_source.base_of(solution).__name__
+    rng = random.Random(secrets.randbits(64) if seed is None else seed)
+    file, passed, case, speed_, compiled = (text, function, task, rng.getrandbits(32)), 0, None, "", ""
+    with contextlib.ExitStack() as stack:
+        compiling: _Solution | None = None
+        running: Any = None
+        try:
+            if not gpu and PTXAS.exists():
+                compiling = stack.enter_context(_solution("compile", *file))
+            for how in ("interpret", "gpu")[: 1 + gpu]:
+                running = stack.enter_context(_solution(how, *file))
+                running.answer()
+                if compiling is not None:
+                    compiling.answer()
+                    _compiles(compiling, random.Random(file[-1]))
+                for case in _cases(task, rng):
+                    drawn = rng.getrandbits(32)
+                    _run_case(running, case, drawn)
+                    passed += 1
                 case = None
-                with _solution(text, function, task, on_gpu=on_gpu) as running:
-                    for case in [*_cases(task, rng), *_beyond(task, text, rng)]:
-                        _run_case(running, task, case, rng.getrandbits(32), device)
-                        passed += 1
-                    case = None
-                    if on_gpu and task.strided:
-                        _far_apart(running, task, rng.getrandbits(32), device)
-                    if on_gpu and speed:
-                        timed = _timed(running, task, rng)
-        except _WrongError as refused:
-            told = str(refused)
-            sentence = f"For {case}: {told}." if case else f"{told[:1].upper()}{told[1:]}."
-    given = () if not sentence else tuple(task.hints[:hints])
-    return Judgement(task.name, sentence, passed, timed, given, _printed[0] if _printed else "")
+                if task.strided:
+                    _far_apart(running, rng.getrandbits(32))
+                if how == "gpu" and speed:
+                    speed_ = _timed(running, rng.getrandbits(32))
+            if compiling is not None:
+                compiling.answer()
+                compiled = f"compiled for {' and '.join(judge_worker.COMPILED_FOR)}"
+            elif not gpu:
+                compiled = "in the interpreter, not compiled: this Triton has no compiler for NVIDIA GPUs"
+        except _WrongError as wrong:
+            kind, told, printed = wrong.kind, str(wrong), running.printed() if running is not None else ""
+            if case is not None and kind in ("", "mask"):
+                why = _why(running, case, drawn)
+                if why and (not kind or why in ("stride", "dy", "kept")):
+                    kind, told = why, f"{told}; {_UNDONE[why]}"
+            told = f"for {case}: {told}" if case is not None and kind not in NOT_JUDGED else told
+            told = told if told.endswith((".", "?")) else f"{told}."
+            return Judgement(task.name, told, passed, kind, "", "", _hints(task, kind, hints), printed)
+    return Judgement(task.name, "", passed, "", compiled, speed_)

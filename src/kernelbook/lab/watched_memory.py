@@ -55,7 +55,11 @@ class Bounded(int):
 
 
 class WrongAccessError(AssertionError):
-    """A kernel does with memory what it may not."""
+    """A kernel does with memory what it may not. ``kind``: what that is, in a word."""
+
+    def __init__(self, told: str, kind: str) -> None:
+        super().__init__(told)
+        self.kind = kind
 
 
 class _Region:
@@ -111,7 +115,7 @@ class _Watch:
             if where is None
             else f"the tensor that begins before it has {where.end - where.start} bytes, this is byte {high - where.start}"
         )
-        raise WrongAccessError(f"watched: {what} of {size} bytes out of bounds: {inside}")
+        raise WrongAccessError(f"watched: {what} of {size} bytes out of bounds: {inside}", "mask")
 
     def _sees(self, program: int, epoch: int) -> bool:
         return self.seen.get(self.program, {}).get(program, 0) > epoch
@@ -123,9 +127,10 @@ class _Watch:
             pairs = np.unique(np.stack([region.program[cells][others], region.epoch[cells][others]]), axis=1)
             for program, epoch in pairs.T:
                 if not self._sees(int(program), int(epoch)):
-                    raise WrongAccessError(
-                        f"watched: program {self.program} {what} what program {program} stored, and nothing orders the two"
-                    )
+                    both = f"watched: program {self.program} {what} what program {program} stored, and nothing orders the two"
+                    if what == "reads":
+                        raise WrongAccessError(both, "race")
+                    raise WrongAccessError(f"{both}: their offsets overlap", "overlap")
 
     def load(self, pointers: np.ndarray, mask: np.ndarray, size: int) -> None:
         addresses = pointers[mask]
@@ -141,7 +146,7 @@ class _Watch:
             same = self._shape(pointers)
             if any(self.shapes[number] != same for number in np.unique(region.store[cells][own])):
                 raise WrongAccessError(
-                    "watched: a load of what other threads of the program may have stored, without a barrier"
+                    "watched: a load of what other threads of the program may have stored, without a barrier", "barrier"
                 )
 
     @staticmethod
@@ -163,7 +168,7 @@ class _Watch:
                 f"V{values.dtype.itemsize}"
             )[order]
             if (bits[twice] != bits[twice + 1]).any():
-                raise WrongAccessError("watched: lanes of one store write different values to one address")
+                raise WrongAccessError("watched: lanes of one store write different values to one address", "overlap")
         others = (region.program[cells] >= 0) & (region.program[cells] != self.program)
         if others.any():
             old = interpreter._interpreter.load(pointers, mask, np.zeros_like(values), values.dtype)
@@ -276,7 +281,9 @@ def watched() -> Iterator[None]:
     def addptr(self: Any, ptr: Any, offset: Any) -> Any:
         if narrow(offset) == "product":
             raise WrongAccessError(
-                "watched: an offset is a product with an argument of the launch in 32 bits, which may overflow"
+                "watched: an offset is a product with an argument of the launch in 32 bits, which may overflow: convert with "
+                ".to(tl.int64) before it is multiplied",
+                "overflow",
             )
         return real["create_addptr"](self, ptr, offset)
 

@@ -27,9 +27,10 @@ import dataclasses
 import functools
 
 from kernelbook import runtime  # before Triton, which it sets up
+from kernelbook.packed import NESTED_BLOCK as NESTED
 from kernelbook.packed import products
-from kernelbook.packed.kernels import block_scale, load_tile, table
-from kernelbook.tiles import grouped
+from kernelbook.packed.kernels import load_tile, table
+from kernelbook.tiles import dot, grouped
 
 # isort: split
 import triton
@@ -37,13 +38,14 @@ import triton.language as tl
 
 # Tiles are listed by ``route`` for each of these heights. The last one is for packed matrices alone.
 HEIGHTS = products.HEIGHTS
+NESTED_BLOCK = tl.constexpr(NESTED)
 
 # --- routing --------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def _groups(ids_ptr, stride_it, stride_ik, offs, R, top_k, E):
-    """The expert of each pair; E for a slot to skip, and past the end."""
+    """Load the expert of each pair; E for a slot to skip, and past the end."""
     token = (offs // top_k).to(tl.int64)
     slot = (offs % top_k).to(tl.int64)
     ids = tl.load(ids_ptr + token * stride_it + slot * stride_ik, mask=offs < R, other=-1)
@@ -141,22 +143,10 @@ def _route_fwd_place_kernel(
         section += capacity
 
 
-# --- device helpers -------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _rounded(x):
-    """float32 to the nearest number of tf32; tensor cores would cut the last bits off, which is biased."""
-    bits = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
-    return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
-
-
-@triton.jit
-def _dot(a, b, acc, ACC: tl.constexpr, PRECISION: tl.constexpr):
-    if PRECISION == "tf32" and a.dtype == tl.float32:
-        a = _rounded(a)
-        b = _rounded(b)
-    return tl.dot(a, b, acc, input_precision=PRECISION, out_dtype=ACC)
+@triton.constexpr_function
+def padded_rank(rank: int) -> int:
+    """Return the width of U and D: tensor cores multiply with no fewer than 16 columns of the reduction."""
+    return max(16, triton.next_power_of_2(rank))
 
 
 # --- products of rows -----------------------------------------------------------------------------------------------
@@ -164,86 +154,61 @@ def _dot(a, b, acc, ACC: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def _positions(order_ptr, first, rows, BLOCK_M: tl.constexpr):
-    """The sorted positions of a tile and their pairs, each (BLOCK_M,); past the end the last one again."""
+    """Find the sorted positions of a tile and their pairs, each (BLOCK_M,); past the end the last one again."""
     positions = first + tl.minimum(tl.arange(0, BLOCK_M), rows - 1)
     return positions.to(tl.int64), tl.load(order_ptr + positions).to(tl.int64)
 
 
 @triton.jit
-def _load_elements(
-    packed_ptr, absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, code_ptr,
-    expert, offs_k, offs_n, mask, K, N,
-    BLOCK_SIZE: tl.constexpr, SCALE: tl.constexpr, NESTED_BLOCK: tl.constexpr, BY_ROW: tl.constexpr,
-    dtype: tl.constexpr,
-):  # fmt: skip
-    """W[e][offs_k, offs_n], each element with a byte and a scale of its own: for rows that are no whole words."""
-    offs = offs_k.to(tl.int64) * N + offs_n if BY_ROW else offs_n.to(tl.int64) * K + offs_k
-    element = expert * K * N + offs
-    byte = tl.load(packed_ptr + element // 2, mask=mask, other=0).to(tl.int32)
-    value = tl.load(code_ptr + tl.where(element % 2 == 0, byte >> 4, byte & 15), mask=mask, other=0.0)
-    scale = block_scale(
-        tl.zeros((), tl.int64), element // BLOCK_SIZE, mask,
-        absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, SCALE, NESTED_BLOCK,
-    )  # fmt: skip
-    return (value * scale).to(dtype)
-
-
-@triton.jit
 def _rows_tile(
     expert, first, rows, pid_n,
-    order_ptr,
-    x_ptr, stride_xm, stride_xk, x_desc,
-    w_ptr, stride_we, stride_wk, stride_wn, w_desc,
-    absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, code_ptr,
-    a_ptr, stride_ae, stride_ar, stride_ak,
-    b_ptr, stride_be, stride_bn, stride_br,
-    u_ptr,
-    bias_ptr, stride_ce, stride_cn,
-    y_ptr,
-    scaling, K, N, top_k,
-    PACKED: tl.constexpr, BLOCK_SIZE: tl.constexpr, SCALE: tl.constexpr, NESTED_BLOCK: tl.constexpr,
-    X_GROUPED: tl.constexpr, Y_GROUPED: tl.constexpr, W_BY_ROW: tl.constexpr,
-    LORA: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ACC: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    r: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
+    order_ptr, x_ptr, stride_xm, x_desc, w, stride_we, stride_w, scales,
+    a_ptr, b_ptr, u_ptr, bias_ptr, y_ptr,
+    scaling, K, N,
+    FORMAT: tl.constexpr, BLOCK_SIZE: tl.constexpr, SCALE: tl.constexpr,
+    W_BY_ROW: tl.constexpr, B_BY_ROW: tl.constexpr, X_SLOTS: tl.constexpr, Y_GROUPED: tl.constexpr,
+    PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, r: tl.constexpr,
 ):  # fmt: skip
     dtype = y_ptr.dtype.element_ty
+    ACC: tl.constexpr = tl.float64 if dtype == tl.float64 else tl.float32
+    RANK: tl.constexpr = padded_rank(r)
     positions, pairs = _positions(order_ptr, first, rows, BLOCK_M)
-    x_rows = positions if X_GROUPED else pairs // top_k
+    x_rows = positions if X_SLOTS == 0 else pairs // X_SLOTS
     y_rows = positions if Y_GROUPED else pairs
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_m = tl.arange(0, BLOCK_M) < rows
     mask_n = offs_n < N
     offs_k = tl.arange(0, BLOCK_K)
-    offs_r = tl.arange(0, BLOCK_R)
     expert64 = expert.to(tl.int64)
-    x_ptrs = x_ptr + x_rows[:, None] * stride_xm
-    x_ptrs += offs_k.to(tl.int64)[None, :] * stride_xk
-    step_x = tl.full((), BLOCK_K, tl.int64) * stride_xk
-    if PACKED == "permute":
-        values = table(code_ptr, dtype)
+    x_ptrs = x_ptr + x_rows[:, None] * stride_xm + offs_k[None, :]
+    if FORMAT == "permute":
+        values = table(scales[4], dtype)
         code = values
-    elif PACKED == "gather":
-        code = tl.load(code_ptr + tl.arange(0, 16))
+    elif FORMAT == "gather":
+        code = tl.load(scales[4] + tl.arange(0, 16))
         values = code
-    elif PACKED == "none" and w_desc is None:
-        w_ptrs = w_ptr + expert64 * stride_we
-        w_ptrs += offs_k.to(tl.int64)[:, None] * stride_wk
-        w_ptrs += offs_n.to(tl.int64)[None, :] * stride_wn
-        step_w = tl.full((), BLOCK_K, tl.int64) * stride_wk
-    if LORA != "none":
-        b_ptrs = b_ptr + expert64 * stride_be
-        b_ptrs += offs_r.to(tl.int64)[:, None] * stride_br
-        b_ptrs += offs_n.to(tl.int64)[None, :] * stride_bn
-    if LORA == "fused":
-        a_ptrs = a_ptr + expert64 * stride_ae
-        a_ptrs += offs_k.to(tl.int64)[:, None] * stride_ak
-        a_ptrs += offs_r.to(tl.int64)[None, :] * stride_ar
-        step_a = tl.full((), BLOCK_K, tl.int64) * stride_ak
-        acc_u = tl.zeros((BLOCK_M, BLOCK_R), ACC)
+    elif FORMAT == "pointers":
+        w_ptrs = w + expert64 * stride_we
+        if W_BY_ROW:
+            w_ptrs += offs_k.to(tl.int64)[:, None] * stride_w + offs_n[None, :]
+            step_w = tl.full((), BLOCK_K, tl.int64) * stride_w
+        else:
+            w_ptrs += offs_k[:, None] + offs_n.to(tl.int64)[None, :] * stride_w
+            step_w = BLOCK_K
     acc = tl.zeros((BLOCK_M, BLOCK_N), ACC)
-    if LORA == "split":
+    if b_ptr is not None:
+        # Four warps side by side make 32 columns, and a narrower product of few rows would be computed more than once.
+        BLOCK_R: tl.constexpr = min(RANK, 32) if a_ptr is None else max(RANK, 32) if BLOCK_M < 64 else RANK
+        offs_r = tl.arange(0, BLOCK_R)
+        b_ptrs = b_ptr + expert64 * N * r
+        if B_BY_ROW:
+            b_ptrs += offs_r.to(tl.int64)[:, None] * N + offs_n[None, :]
+            step_b = tl.full((), BLOCK_R, tl.int64) * N
+        else:
+            b_ptrs += offs_r[:, None] + offs_n.to(tl.int64)[None, :] * r
+            step_b = BLOCK_R
+    if b_ptr is not None and a_ptr is None:
         # Before the loop. Behind it, with W contiguous along K, ptxas (of CUDA
         # 12.8) serializes all tensor core instructions of the kernel (C7515).
         # 2026-11; tests/test_moe_lora.py counts the waits.
@@ -251,42 +216,34 @@ def _rows_tile(
         for start in tl.static_range(0, RANK, BLOCK_R):
             u = tl.load(u_ptrs + start)  # (BLOCK_M, BLOCK_R)
             mask_b = (start + offs_r < r)[:, None] & mask_n[None, :]
-            b = tl.load(b_ptrs + start * stride_br, mask=mask_b, other=0.0)
-            acc = _dot(u, b, acc, ACC, PRECISION)
+            b = tl.load(b_ptrs, mask=mask_b, other=0.0)
+            acc = dot(u, b, acc, PRECISION)
+            b_ptrs += step_b
+    if a_ptr is not None:
+        a_ptrs = a_ptr + expert64 * K * r + offs_k[:, None] + offs_r.to(tl.int64)[None, :] * K
+        acc_u = tl.zeros((BLOCK_M, BLOCK_R), ACC)
     for k in range(0, K, BLOCK_K):
         mask_k = k + offs_k < K
         # W first: it does not wait for the row numbers.
-        if PACKED == "elements":
-            w = _load_elements(
-                w_ptr, absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, code_ptr,
-                expert64, (k + offs_k)[:, None], offs_n[None, :], mask_k[:, None] & mask_n[None, :], K, N,
-                BLOCK_SIZE, SCALE, NESTED_BLOCK, W_BY_ROW, x_ptr.dtype.element_ty,
-            )  # fmt: skip
-        elif PACKED != "none":
-            if W_BY_ROW:
-                w = load_tile(
-                    w_ptr, absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, code, values,
-                    expert, k, pid_n * BLOCK_N, K, N, BLOCK_K, BLOCK_N, BLOCK_SIZE, SCALE, NESTED_BLOCK,
-                    PACKED == "permute", x_ptr.dtype.element_ty,
-                )  # fmt: skip
-            else:
-                w = load_tile(
-                    w_ptr, absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, code, values,
-                    expert, pid_n * BLOCK_N, k, N, K, BLOCK_N, BLOCK_K, BLOCK_SIZE, SCALE, NESTED_BLOCK,
-                    PACKED == "permute", x_ptr.dtype.element_ty,
-                )  # fmt: skip
-                w = tl.trans(w)
-        elif w_desc is not None:
-            if W_BY_ROW:
-                w = w_desc.load([expert, k, pid_n * BLOCK_N])
-                w = w.reshape(BLOCK_K, BLOCK_N)
-            else:
-                w = w_desc.load([expert, pid_n * BLOCK_N, k])
-                w = tl.trans(w.reshape(BLOCK_N, BLOCK_K))
-        else:
-            mask_w = mask_k[:, None] & mask_n[None, :]  # (BLOCK_K, BLOCK_N)
-            w = tl.load(w_ptrs, mask=mask_w, other=0.0)
+        if FORMAT == "pointers":
+            mask_w = mask_k[:, None] & mask_n[None, :]
+            w_tile = tl.load(w_ptrs, mask=mask_w, other=0.0)  # (BLOCK_K, BLOCK_N)
             w_ptrs += step_w
+        elif FORMAT == "boxes":
+            if W_BY_ROW:
+                w_tile = w.load([expert, k, pid_n * BLOCK_N]).reshape(BLOCK_K, BLOCK_N)
+            else:
+                w_tile = tl.trans(w.load([expert, pid_n * BLOCK_N, k]).reshape(BLOCK_N, BLOCK_K))
+        elif W_BY_ROW:
+            w_tile = load_tile(
+                w, scales[0], scales[1], scales[2], scales[3], code, values, expert, k, pid_n * BLOCK_N, K, N,
+                BLOCK_K, BLOCK_N, BLOCK_SIZE, SCALE, NESTED_BLOCK, FORMAT == "permute", x_ptr.dtype.element_ty,
+            )  # fmt: skip
+        else:
+            w_tile = tl.trans(load_tile(
+                w, scales[0], scales[1], scales[2], scales[3], code, values, expert, pid_n * BLOCK_N, k, N, K,
+                BLOCK_N, BLOCK_K, BLOCK_SIZE, SCALE, NESTED_BLOCK, FORMAT == "permute", x_ptr.dtype.element_ty,
+            ))  # fmt: skip
         if x_desc is not None:
             x = x_desc.load([first, k])  # (BLOCK_M, BLOCK_K)
         elif EVEN_K:
@@ -294,100 +251,95 @@ def _rows_tile(
         else:
             mask_x = mask_m[:, None] & mask_k[None, :]
             x = tl.load(x_ptrs, mask=mask_x, other=0.0)
-        acc = _dot(x, w, acc, ACC, PRECISION)
-        if LORA == "fused":
+        acc = dot(x, w_tile, acc, PRECISION)
+        if a_ptr is not None:
             mask_a = mask_k[:, None] & (offs_r < r)[None, :]
             a = tl.load(a_ptrs, mask=mask_a, other=0.0)  # (BLOCK_K, BLOCK_R)
-            acc_u = _dot(x, a, acc_u, ACC, PRECISION)
-            a_ptrs += step_a
-        x_ptrs += step_x
-    if LORA == "fused":
+            acc_u = dot(x, a, acc_u, PRECISION)
+            a_ptrs += BLOCK_K
+        x_ptrs += BLOCK_K
+    if a_ptr is not None:
         mask_b = (offs_r < r)[:, None] & mask_n[None, :]
         b = tl.load(b_ptrs, mask=mask_b, other=0.0)  # (BLOCK_R, BLOCK_N)
         u = (acc_u * scaling).to(dtype)
-        acc = _dot(u, b, acc, ACC, PRECISION)
+        acc = dot(u, b, acc, PRECISION)
         if u_ptr is not None:  # noqa: SIM102 - known when it is compiled
             if pid_n == 0:
                 u_ptrs = u_ptr + positions[:, None] * RANK + offs_r[None, :]
                 mask_u = mask_m[:, None] & (offs_r < RANK)[None, :]
                 tl.store(u_ptrs, u, mask=mask_u)
-    if HAS_BIAS:
-        bias_ptrs = bias_ptr + expert64 * stride_ce
-        bias_ptrs += offs_n.to(tl.int64) * stride_cn
-        acc += tl.load(bias_ptrs, mask=mask_n, other=0.0).to(ACC)[None, :]
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + expert64 * N + offs_n, mask=mask_n, other=0.0).to(ACC)[None, :]
     y_ptrs = y_ptr + y_rows[:, None] * N + offs_n[None, :]
     tl.store(y_ptrs, acc.to(dtype), mask=mask_m[:, None] & mask_n[None, :])
 
 
 # What changes from batch to batch is not specialized on. The rank is: a mask that is known lets loads be wide.
-@triton.jit(do_not_specialize=["tiles_at", "E", "top_k", "num_m"])
+@triton.jit(do_not_specialize=["tiles_at", "E"])
 def _moe_lora_fwd_rows_kernel(
-    routing_ptr, tiles_at,  # order, (R,) pair of each sorted position; there (num_m, 3) group, first position and rows
-    x_ptr, stride_xm, stride_xk, x_desc,  # (R / top_k, K) rows; in sorted order (R, K) if X_GROUPED
-    w_ptr, stride_we, stride_wk, stride_wn, w_desc,  # (E, K, N); if PACKED words, of (E, N, K) unless W_BY_ROW
-    absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, code_ptr,  # as in packed/kernels.py, if PACKED
-    a_ptr, stride_ae, stride_ar, stride_ak,  # (E, r, K), if LORA is "fused"
-    b_ptr, stride_be, stride_bn, stride_br,  # (E, N, r), if LORA
-    u_ptr,  # (R, RANK) in sorted order, read if LORA is "split", written if it is "fused" (and wanted)
-    bias_ptr, stride_ce, stride_cn,  # (E, N), if HAS_BIAS
+    routing_ptr, tiles_at,  # order, (R,) pair of each sorted position; there group, first position and rows of each tile
+    x_ptr, stride_xm, x_desc,  # (R / X_SLOTS, K), rows contiguous; in sorted order (R, K) if X_SLOTS is 0
+    w, stride_we, stride_w,  # a pointer or a descriptor of (E, K, N), or of (E, N, K) unless W_BY_ROW, rows contiguous
+    absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, code_ptr,  # as in packed/kernels.py, of 4-bit elements
+    a_ptr,  # (E, r, K), from which U is made here, or None
+    b_ptr,  # (E, N, r), or (E, r, N) if B_BY_ROW, or None
+    u_ptr,  # (R, RANK) in sorted order: read, or with A written; or None
+    bias_ptr,  # (E, N) or None
     y_ptr,  # (R, N), rows of pairs; in sorted order if Y_GROUPED
-    scaling, E, K, N, top_k, num_m,
-    PACKED: tl.constexpr, BLOCK_SIZE: tl.constexpr, SCALE: tl.constexpr, NESTED_BLOCK: tl.constexpr,
-    X_GROUPED: tl.constexpr, Y_GROUPED: tl.constexpr, W_BY_ROW: tl.constexpr, LORA: tl.constexpr,
-    HAS_BIAS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-    SMALL_M: tl.constexpr, r: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
+    scaling, E, K, N,
+    FORMAT: tl.constexpr,  # of W: "pointers" or "boxes"; or words of 4-bit elements, decoded by "permute" or "gather"
+    BLOCK_SIZE: tl.constexpr, SCALE: tl.constexpr,
+    W_BY_ROW: tl.constexpr, B_BY_ROW: tl.constexpr, X_SLOTS: tl.constexpr, Y_GROUPED: tl.constexpr,
+    PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SMALL_M: tl.constexpr, r: tl.constexpr,
 ):  # fmt: skip
-    order_ptr = routing_ptr
-    pid_m, pid_n = grouped(tl.program_id(0), num_m, tl.cdiv(N, BLOCK_N), GROUP)
+    """Y = X W[e] + U B[e]^T + bias[e]; U = scaling X A[e]^T is read, or with A made beside X W[e]."""
+    num_n = tl.cdiv(N, BLOCK_N)
+    pid_m, pid_n = grouped(tl.program_id(0), tl.num_programs(0) // num_n, num_n, 4 if BLOCK_N == 256 else 8)
     tile_ptr = routing_ptr + tiles_at + pid_m * 3
     expert = tl.load(tile_ptr)
     first = tl.load(tile_ptr + 1)
     rows = tl.load(tile_ptr + 2)
+    scales = absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, code_ptr
     if expert >= 0:
         if expert == E:
-            positions, pairs = _positions(order_ptr, first, rows, BLOCK_M)
+            positions, pairs = _positions(routing_ptr, first, rows, BLOCK_M)
             y_rows = positions if Y_GROUPED else pairs
             offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
             mask_m = tl.arange(0, BLOCK_M) < rows
             y_ptrs = y_ptr + y_rows[:, None] * N + offs_n[None, :]
             zeros = tl.zeros((BLOCK_M, BLOCK_N), y_ptr.dtype.element_ty)
             tl.store(y_ptrs, zeros, mask=mask_m[:, None] & (offs_n < N)[None, :])
-            if LORA == "fused" and u_ptr is not None:  # noqa: SIM102
+            if a_ptr is not None and u_ptr is not None:  # noqa: SIM102
                 if pid_n == 0:
-                    offs_r = tl.arange(0, BLOCK_R)
-                    u_ptrs = u_ptr + positions[:, None] * RANK + offs_r[None, :]
-                    mask_u = mask_m[:, None] & (offs_r < RANK)[None, :]
-                    no_u = tl.zeros((BLOCK_M, BLOCK_R), u_ptr.dtype.element_ty)
-                    tl.store(u_ptrs, no_u, mask=mask_u)
+                    offs_r = tl.arange(0, padded_rank(r))
+                    u_ptrs = u_ptr + positions[:, None] * padded_rank(r) + offs_r[None, :]
+                    no_u = tl.zeros((BLOCK_M, padded_rank(r)), u_ptr.dtype.element_ty)
+                    tl.store(u_ptrs, no_u, mask=mask_m[:, None])
         elif SMALL_M < BLOCK_M and rows <= SMALL_M:
             _rows_tile(
-                expert, first, rows, pid_n, order_ptr, x_ptr, stride_xm, stride_xk, None,
-                w_ptr, stride_we, stride_wk, stride_wn, w_desc,
-                absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, code_ptr, a_ptr, stride_ae, stride_ar, stride_ak,
-                b_ptr, stride_be, stride_bn, stride_br, u_ptr, bias_ptr, stride_ce, stride_cn, y_ptr,
-                scaling, K, N, top_k, PACKED, BLOCK_SIZE, SCALE, NESTED_BLOCK, X_GROUPED, Y_GROUPED, W_BY_ROW, LORA, HAS_BIAS, ACC, PRECISION, EVEN_K,
-                SMALL_M, BLOCK_N, BLOCK_K, r, RANK, BLOCK_R,
+                expert, first, rows, pid_n, routing_ptr, x_ptr, stride_xm, None, w, stride_we, stride_w, scales,
+                a_ptr, b_ptr, u_ptr, bias_ptr, y_ptr, scaling, K, N,
+                FORMAT, BLOCK_SIZE, SCALE, W_BY_ROW, B_BY_ROW, X_SLOTS, Y_GROUPED, PRECISION, EVEN_K,
+                SMALL_M, BLOCK_N, BLOCK_K, r,
             )  # fmt: skip
         else:
             _rows_tile(
-                expert, first, rows, pid_n, order_ptr, x_ptr, stride_xm, stride_xk, x_desc,
-                w_ptr, stride_we, stride_wk, stride_wn, w_desc,
-                absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, code_ptr, a_ptr, stride_ae, stride_ar, stride_ak,
-                b_ptr, stride_be, stride_bn, stride_br, u_ptr, bias_ptr, stride_ce, stride_cn, y_ptr,
-                scaling, K, N, top_k, PACKED, BLOCK_SIZE, SCALE, NESTED_BLOCK, X_GROUPED, Y_GROUPED, W_BY_ROW, LORA, HAS_BIAS, ACC, PRECISION, EVEN_K,
-                BLOCK_M, BLOCK_N, BLOCK_K, r, RANK, BLOCK_R,
+                expert, first, rows, pid_n, routing_ptr, x_ptr, stride_xm, x_desc, w, stride_we, stride_w, scales,
+                a_ptr, b_ptr, u_ptr, bias_ptr, y_ptr, scaling, K, N,
+                FORMAT, BLOCK_SIZE, SCALE, W_BY_ROW, B_BY_ROW, X_SLOTS, Y_GROUPED, PRECISION, EVEN_K,
+                BLOCK_M, BLOCK_N, BLOCK_K, r,
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["tiles_at", "E", "top_k"])
+@triton.jit(do_not_specialize=["tiles_at", "E"])
 def _moe_lora_fwd_shrink_kernel(
     routing_ptr, tiles_at,  # order (R,); there (num_m, 3) tiles
-    x_ptr, stride_xm, stride_xk,  # (R / top_k, K) rows; in sorted order (R, K) if X_GROUPED
+    x_ptr, stride_xm, stride_xk,  # (R / X_SLOTS, K) rows; in sorted order (R, K) if X_SLOTS is 0
     a_ptr, stride_ae, stride_ak, stride_ar,  # (E, K, r)
     u_ptr,  # (R, SPLIT, RANK) in sorted order: shares of the sum over K
-    scaling, E, K, top_k,
-    X_GROUPED: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
+    scaling, E, K,
+    X_SLOTS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
     r: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
@@ -403,7 +355,7 @@ def _moe_lora_fwd_shrink_kernel(
         acc = tl.zeros((BLOCK_M, BLOCK_R), ACC)
         if expert < E:
             positions, pairs = _positions(order_ptr, first, rows, BLOCK_M)
-            x_rows = positions if X_GROUPED else pairs // top_k
+            x_rows = positions if X_SLOTS == 0 else pairs // X_SLOTS
             per_share = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLIT) * BLOCK_K
             low = share * per_share
             high = tl.minimum(low + per_share, K)
@@ -420,7 +372,7 @@ def _moe_lora_fwd_shrink_kernel(
                 else:
                     x = tl.load(x_ptrs, mask=mask_k[None, :], other=0.0)
                 a = tl.load(a_ptrs, mask=mask_k[:, None] & (offs_r < r)[None, :], other=0.0)  # (BLOCK_K, BLOCK_R)
-                acc = _dot(x, a, acc, ACC, PRECISION)
+                acc = dot(x, a, acc, PRECISION)
                 x_ptrs += step_x
                 a_ptrs += step_a
         u_rows = (first + tl.arange(0, BLOCK_M)).to(tl.int64) * SPLIT + share
@@ -436,16 +388,15 @@ def _moe_lora_fwd_shrink_kernel(
 def _wgrad_tile(
     expert, pid_p, pid_q,
     order_ptr, offsets_ptr,
-    l_ptr, stride_lm, stride_lp, l_top_k,
-    z_ptr, stride_zm, stride_zq, z_top_k,
+    l_ptr, stride_lm, stride_lp,
+    z_ptr, stride_zm, stride_zq,
     gates_ptr,
     out_ptr, stride_oe, stride_op, stride_oq,
     Q,
-    L_GROUPED: tl.constexpr, Z_GROUPED: tl.constexpr, HAS_GATES: tl.constexpr,
-    ACC: tl.constexpr, PRECISION: tl.constexpr, P: tl.constexpr,
+    L_SLOTS: tl.constexpr, Z_SLOTS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, P: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """A tile (BLOCK_P, BLOCK_Q) of left^T right over the rows of an expert."""
+    """Compute a tile (BLOCK_P, BLOCK_Q) of left^T right over the rows of an expert."""
     offs_p = pid_p * BLOCK_P + tl.arange(0, BLOCK_P)
     offs_q = pid_q * BLOCK_Q + tl.arange(0, BLOCK_Q)
     mask_p, mask_q = offs_p < P, offs_q < Q
@@ -456,8 +407,8 @@ def _wgrad_tile(
         positions = start + tl.arange(0, BLOCK_M)
         mask_m = positions < high
         pairs = tl.load(order_ptr + positions, mask=mask_m, other=0)
-        l_rows = (positions if L_GROUPED else pairs // l_top_k).to(tl.int64)
-        z_rows = (positions if Z_GROUPED else pairs // z_top_k).to(tl.int64)
+        l_rows = (positions if L_SLOTS == 0 else pairs // L_SLOTS).to(tl.int64)
+        z_rows = (positions if Z_SLOTS == 0 else pairs // Z_SLOTS).to(tl.int64)
         l_ptrs = l_ptr + l_rows[:, None] * stride_lm
         l_ptrs += offs_p.to(tl.int64)[None, :] * stride_lp
         z_ptrs = z_ptr + z_rows[:, None] * stride_zm
@@ -466,11 +417,11 @@ def _wgrad_tile(
         mask_z = mask_m[:, None] & mask_q[None, :]
         left = tl.load(l_ptrs, mask=mask_l, other=0.0)  # (BLOCK_M, BLOCK_P)
         right = tl.load(z_ptrs, mask=mask_z, other=0.0)  # (BLOCK_M, BLOCK_Q)
-        if HAS_GATES:
+        if gates_ptr is not None:
             gates = tl.load(gates_ptr + pairs, mask=mask_m, other=0.0)
             left = (left.to(ACC) * gates.to(ACC)[:, None]).to(left.dtype)
         # The wide operand first: Hopper's tensor cores take at least 64 rows.
-        acc = _dot(tl.trans(right), left, acc, ACC, PRECISION)
+        acc = dot(tl.trans(right), left, acc, PRECISION)
     out_ptrs = out_ptr + expert * stride_oe
     out_ptrs += offs_p.to(tl.int64)[None, :] * stride_op
     out_ptrs += offs_q.to(tl.int64)[:, None] * stride_oq
@@ -478,58 +429,39 @@ def _wgrad_tile(
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["offsets_at", "l_top_k", "z_top_k"])
+@triton.jit(do_not_specialize=["offsets_at"])
 def _moe_lora_bwd_wgrad_kernel(
     routing_ptr, offsets_at,  # order (R,); there (E + 1,) offsets
-    l_ptr, stride_lm, stride_lp,  # (R / l_top_k, P) left rows; in sorted order (R, P) if L_GROUPED
-    z_ptr, stride_zm, stride_zq,  # (R / z_top_k, Q) right rows; in sorted order (R, Q) if Z_GROUPED
-    gates_ptr,  # (R,) a weight of each pair, if HAS_GATES
-    out_ptr, stride_oe, stride_op, stride_oq,  # (E, P, Q)
-    Q, l_top_k, z_top_k,
-    L_GROUPED: tl.constexpr, Z_GROUPED: tl.constexpr, HAS_GATES: tl.constexpr,
+    l_ptr, u_ptr, stride_lm, stride_lp,  # (R / L_SLOTS, P) left rows of each sum; in sorted order (R, P) if L_SLOTS is 0
+    x_ptr, stride_xm, stride_xk,  # (R / X_SLOTS, K) right rows of the first sum, likewise
+    dy_ptr, stride_dym, stride_dyn,  # (R / DY_SLOTS, N) those of the second, likewise
+    gates_ptr,  # (R,) a weight of each pair, or None
+    da_ptr,  # (E, P, K) or None
+    db_ptr,  # (E, N, P) or None
+    K, N,
+    L_SLOTS: tl.constexpr, X_SLOTS: tl.constexpr, DY_SLOTS: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr, P: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    _wgrad_tile(
-        tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2), routing_ptr, routing_ptr + offsets_at,
-        l_ptr, stride_lm, stride_lp, l_top_k, z_ptr, stride_zm, stride_zq, z_top_k, gates_ptr,
-        out_ptr, stride_oe, stride_op, stride_oq, Q,
-        L_GROUPED, Z_GROUPED, HAS_GATES, ACC, PRECISION, P, BLOCK_P, BLOCK_Q, BLOCK_M,
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["offsets_at", "x_top_k", "dy_top_k"])
-def _moe_lora_bwd_factors_kernel(
-    routing_ptr, offsets_at,  # order (R,); there (E + 1,) offsets
-    d_ptr, u_ptr, stride_um,  # (R, RANK) both, in sorted order
-    x_ptr, stride_xm, stride_xk,  # (R / x_top_k, K); in sorted order (R, K) if X_GROUPED
-    dy_ptr, stride_dym, stride_dyn,  # (R / dy_top_k, N); in sorted order (R, N) if DY_GROUPED
-    gates_ptr,  # (R,) a weight of each pair, if HAS_GATES
-    da_ptr,  # (E, r, K)
-    db_ptr,  # (E, N, r)
-    K, N, x_top_k, dy_top_k,
-    X_GROUPED: tl.constexpr, DY_GROUPED: tl.constexpr, HAS_GATES: tl.constexpr,
-    ACC: tl.constexpr, PRECISION: tl.constexpr, P: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """dA = D^T X and dB = dY^T U in one launch: first the tiles of dA, then those of dB."""
+    """dA = L^T X and dB = dY^T U in one launch: first the tiles of dA, then those of dB. Also one of them."""
     expert = tl.program_id(0).to(tl.int64)
     pid_p = tl.program_id(1)
     pid_q = tl.program_id(2)
-    num_k = tl.cdiv(K, BLOCK_Q)
-    if pid_q < num_k:
+    offsets_ptr = routing_ptr + offsets_at
+    num_k = 0 if da_ptr is None else tl.cdiv(K, BLOCK_Q)
+    if da_ptr is not None and (db_ptr is None or pid_q < num_k):
         _wgrad_tile(
-            expert, pid_p, pid_q, routing_ptr, routing_ptr + offsets_at,
-            d_ptr, stride_um, 1, 1, x_ptr, stride_xm, stride_xk, x_top_k, gates_ptr,
-            da_ptr, P * K, K, 1, K,
-            True, X_GROUPED, HAS_GATES, ACC, PRECISION, P, BLOCK_P, BLOCK_Q, BLOCK_M,
+            expert, pid_p, pid_q, routing_ptr, offsets_ptr,
+            l_ptr, stride_lm, stride_lp, x_ptr, stride_xm, stride_xk, gates_ptr,
+            da_ptr, tl.cast(P, tl.int64) * K, K, 1, K,
+            L_SLOTS, X_SLOTS, ACC, PRECISION, P, BLOCK_P, BLOCK_Q, BLOCK_M,
         )  # fmt: skip
-    else:
+    elif db_ptr is not None:
         _wgrad_tile(
-            expert, pid_p, pid_q - num_k, routing_ptr, routing_ptr + offsets_at,
-            u_ptr, stride_um, 1, 1, dy_ptr, stride_dym, stride_dyn, dy_top_k, gates_ptr,
-            db_ptr, P * N, 1, P, N,
-            True, DY_GROUPED, HAS_GATES, ACC, PRECISION, P, BLOCK_P, BLOCK_Q, BLOCK_M,
+            expert, pid_p, pid_q - num_k, routing_ptr, offsets_ptr,
+            u_ptr, stride_lm, stride_lp, dy_ptr, stride_dym, stride_dyn, gates_ptr,
+            db_ptr, tl.cast(P, tl.int64) * N, 1, P, N,
+            L_SLOTS, DY_SLOTS, ACC, PRECISION, P, BLOCK_P, BLOCK_Q, BLOCK_M,
         )  # fmt: skip
 
 
@@ -537,35 +469,15 @@ def _moe_lora_bwd_factors_kernel(
 
 
 @triton.jit
-def _add_slot(
-    j, total, inner, row, x, offs_c, offs_s, C,
-    order_ptr, rows_ptr, gates_ptr,
-    GROUPED: tl.constexpr, HAS_GATES: tl.constexpr, WITH_DGATES: tl.constexpr, ACC: tl.constexpr,
-    SLOTS: tl.constexpr,
-):  # fmt: skip
-    """Adds row j of a token to ``total``, and its inner product with x to the j-th of ``inner``."""
-    source = row * SLOTS + j
-    values = tl.load(rows_ptr + source * C + offs_c, mask=offs_c < C, other=0.0).to(ACC)
-    if WITH_DGATES:
-        inner += tl.where(offs_s == j, tl.sum(values * x, axis=0), 0.0)
-    if HAS_GATES:
-        if GROUPED:
-            source = tl.load(order_ptr + source).to(tl.int64)
-        values *= tl.load(gates_ptr + source).to(ACC)
-    return total + values, inner
-
-
-@triton.jit
 def _moe_lora_fwd_slots_kernel(
-    order_ptr,  # (R,), if GROUPED
+    order_ptr,  # (R,), of rows in sorted order, or None
     rows_ptr,  # (R, C): row i SLOTS + j belongs to output row i
-    gates_ptr,  # (R,) a weight of each pair, if HAS_GATES
-    out_ptr,  # (R / SLOTS, C), if WITH_OUT
-    x_ptr, stride_xm, stride_xc,  # (R / SLOTS, C), if WITH_DGATES
-    dgates_ptr,  # (R,) inner products of the rows of a pair and x, if WITH_DGATES
+    gates_ptr,  # (R,) a weight of each pair, or None
+    out_ptr,  # (R / SLOTS, C) or None
+    x_ptr, stride_xm, stride_xc,  # (R / SLOTS, C), for dgates
+    dgates_ptr,  # (R,) inner products of the rows of a pair and x, or None
     C,
-    SLOTS: tl.constexpr, GROUPED: tl.constexpr, HAS_GATES: tl.constexpr, WITH_OUT: tl.constexpr,
-    WITH_DGATES: tl.constexpr, ACC: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr,
+    SLOTS: tl.constexpr, ACC: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     offs_s = tl.arange(0, BLOCK_S)
@@ -573,29 +485,26 @@ def _moe_lora_fwd_slots_kernel(
     for start in range(tl.program_id(1) * BLOCK_C, C, tl.num_programs(1) * BLOCK_C):
         offs_c = start + tl.arange(0, BLOCK_C)
         total = tl.zeros((BLOCK_C,), ACC)
-        x = total
-        if WITH_DGATES:
+        if dgates_ptr is not None:
             x_ptrs = x_ptr + row * stride_xm + offs_c.to(tl.int64) * stride_xc
             x = tl.load(x_ptrs, mask=offs_c < C, other=0.0).to(ACC)
-        # Unrolled where that is sensible, so that the loads of all slots are under way at once.
-        if SLOTS <= 16:
-            for j in tl.static_range(SLOTS):
-                total, inner = _add_slot(
-                    j, total, inner, row, x, offs_c, offs_s, C, order_ptr, rows_ptr, gates_ptr,
-                    GROUPED, HAS_GATES, WITH_DGATES, ACC, SLOTS,
-                )  # fmt: skip
-        else:
-            for j in range(SLOTS):
-                total, inner = _add_slot(
-                    j, total, inner, row, x, offs_c, offs_s, C, order_ptr, rows_ptr, gates_ptr,
-                    GROUPED, HAS_GATES, WITH_DGATES, ACC, SLOTS,
-                )  # fmt: skip
-        if WITH_OUT:
+        # Unrolled, so that the loads of all slots are under way at once.
+        for j in tl.static_range(SLOTS):
+            source = row * SLOTS + j
+            values = tl.load(rows_ptr + source * C + offs_c, mask=offs_c < C, other=0.0).to(ACC)
+            if dgates_ptr is not None:
+                inner += tl.where(offs_s == j, tl.sum(values * x, axis=0), 0.0)
+            if gates_ptr is not None:
+                if order_ptr is not None:
+                    source = tl.load(order_ptr + source).to(tl.int64)
+                values *= tl.load(gates_ptr + source).to(ACC)
+            total += values
+        if out_ptr is not None:
             tl.store(out_ptr + row * C + offs_c, total.to(out_ptr.dtype.element_ty), mask=offs_c < C)
-    if WITH_DGATES:
+    if dgates_ptr is not None:
         pairs = row * SLOTS + offs_s
         mask_s = offs_s < SLOTS
-        if GROUPED:
+        if order_ptr is not None:
             pairs = tl.load(order_ptr + pairs, mask=mask_s, other=0).to(tl.int64)
         tl.store(dgates_ptr + pairs, inner.to(dgates_ptr.dtype.element_ty), mask=mask_s)
 
@@ -627,7 +536,7 @@ def tiles(warps: int, stages: int, **blocks: int) -> Tiles:
 
 
 def _mean_rows(rows: int, experts: int) -> int:
-    """The mean number of rows of an expert, as a power of two: token counts of one size share a kernel."""
+    """Return the mean number of rows of an expert, as a power of two: token counts of one size share a kernel."""
     return triton.next_power_of_2(max(1, rows // max(1, min(experts, rows))))
 
 
@@ -635,16 +544,16 @@ def _mean_rows(rows: int, experts: int) -> int:
 # fastest, over three models and 1 to 8,192 tokens. A tile of 128 rows switches to its half where an expert has no more
 # rows left; neither taller tiles nor narrower ones, which make more programs, came near.
 ROWS_TILES = (
-    (8, tiles(4, 4, BLOCK_M=16, BLOCK_N=128, BLOCK_K=128, GROUP=8, SMALL_M=16)),
-    (16, tiles(4, 4, BLOCK_M=32, BLOCK_N=128, BLOCK_K=64, GROUP=8, SMALL_M=32)),
-    (2**31, tiles(8, 4, BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, GROUP=4, SMALL_M=64)),
+    (8, tiles(4, 4, BLOCK_M=16, BLOCK_N=128, BLOCK_K=128, SMALL_M=16)),
+    (16, tiles(4, 4, BLOCK_M=32, BLOCK_N=128, BLOCK_K=64, SMALL_M=32)),
+    (2**31, tiles(8, 4, BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, SMALL_M=64)),
 )
 
 
 def rows_tiles(
     rows: int, experts: int, rank: int, itemsize: int, access: str, properties: runtime.DeviceProperties
 ) -> Tiles:
-    """The tiles of the product of rows; ``rank`` of a fused low-rank product, or 0.
+    """Choose the tiles of the product of rows; ``rank`` of a fused low-rank product, or 0.
 
     ``access``: W is read in ``"boxes"``, by ``"wide"`` loads, or by ``"narrow"`` ones of an element each, whose
     addresses take so many registers that only small tiles have room.
@@ -654,40 +563,40 @@ def rows_tiles(
     mean = _mean_rows(rows, experts)
     if access == "packed" and itemsize == 2 and properties.has_tensor_cores:
         if mean <= 16:
-            return tiles(4, 4, BLOCK_M=16, BLOCK_N=128, BLOCK_K=128, GROUP=8, SMALL_M=16)
-        return tiles(8, 3, BLOCK_M=128, BLOCK_N=64, BLOCK_K=32, GROUP=8, SMALL_M=64)
+            return tiles(4, 4, BLOCK_M=16, BLOCK_N=128, BLOCK_K=128, SMALL_M=16)
+        return tiles(8, 3, BLOCK_M=128, BLOCK_N=64, BLOCK_K=32, SMALL_M=64)
     if itemsize == 8:
-        return tiles(4, 2, BLOCK_M=32, BLOCK_N=32, BLOCK_K=16, GROUP=8, SMALL_M=32)
+        return tiles(4, 2, BLOCK_M=32, BLOCK_N=32, BLOCK_K=16, SMALL_M=32)
     # Without tensor cores each thread holds its rows and columns of both operands.
     if itemsize == 4 or access == "narrow" or not properties.has_tensor_cores:
         height = max(16, min(32, mean))
-        return tiles(4, 2, BLOCK_M=height, BLOCK_N=32, BLOCK_K=32, GROUP=8, SMALL_M=height)
+        return tiles(4, 2, BLOCK_M=height, BLOCK_N=32, BLOCK_K=32, SMALL_M=height)
     if access == "boxes" and 8 < mean <= 16 and rank > 0:
-        return tiles(4, 4, BLOCK_M=32, BLOCK_N=64, BLOCK_K=64, GROUP=8, SMALL_M=32)
+        return tiles(4, 4, BLOCK_M=32, BLOCK_N=64, BLOCK_K=64, SMALL_M=32)
     if access == "boxes":
         return next(found for limit, found in ROWS_TILES if mean <= limit)
     if mean <= 16:
-        return tiles(4, 2, BLOCK_M=16, BLOCK_N=128, BLOCK_K=64, GROUP=8, SMALL_M=16)
-    return tiles(8, 2, BLOCK_M=128, BLOCK_N=64 if rank > 32 else 128, BLOCK_K=32, GROUP=8, SMALL_M=128)
+        return tiles(4, 2, BLOCK_M=16, BLOCK_N=128, BLOCK_K=64, SMALL_M=16)
+    return tiles(8, 2, BLOCK_M=128, BLOCK_N=64 if rank > 32 else 128, BLOCK_K=32, SMALL_M=128)
 
 
 def _rows_tiles_of_all(itemsize: int, access: str, properties: runtime.DeviceProperties) -> Tiles:
-    """The tiles for any number of rows, which switch to no half: high enough for a batch, narrow enough to read W for a token."""
+    """Choose the tiles for any number of rows, which switch to no half: high enough for a batch, narrow enough to read W for a token."""
     if itemsize == 8:
-        return tiles(4, 2, BLOCK_M=32, BLOCK_N=32, BLOCK_K=16, GROUP=8, SMALL_M=32)
+        return tiles(4, 2, BLOCK_M=32, BLOCK_N=32, BLOCK_K=16, SMALL_M=32)
     if itemsize == 4 or access == "narrow" or not properties.has_tensor_cores:
-        return tiles(4, 2, BLOCK_M=32, BLOCK_N=32, BLOCK_K=32, GROUP=8, SMALL_M=32)
+        return tiles(4, 2, BLOCK_M=32, BLOCK_N=32, BLOCK_K=32, SMALL_M=32)
     if access == "packed":
-        return tiles(8, 3, BLOCK_M=128, BLOCK_N=64, BLOCK_K=32, GROUP=8, SMALL_M=128)
+        return tiles(8, 3, BLOCK_M=128, BLOCK_N=64, BLOCK_K=32, SMALL_M=128)
     if access == "boxes":
-        return tiles(8, 4, BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP=8, SMALL_M=128)
-    return tiles(8, 2, BLOCK_M=128, BLOCK_N=64, BLOCK_K=32, GROUP=8, SMALL_M=128)
+        return tiles(8, 4, BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, SMALL_M=128)
+    return tiles(8, 2, BLOCK_M=128, BLOCK_N=64, BLOCK_K=32, SMALL_M=128)
 
 
 def shrink_tiles(
     rows: int, experts: int, k: int, rank: int, itemsize: int, properties: runtime.DeviceProperties
 ) -> Tiles:
-    """The tiles of the products whose result is RANK columns wide: short, so that there are many programs."""
+    """Choose the tiles of the products whose result is RANK columns wide: short, so that there are many programs."""
     height = 32 if properties.same_bits else max(16, min(32, _mean_rows(rows, experts)))
     block_r = rank if rank <= 64 else 32
     if properties.same_bits and itemsize == 2 and properties.has_tensor_cores:  # no sum is shared, whatever is idle
@@ -707,7 +616,7 @@ def shrink_tiles(
 
 
 def wgrad_tiles(rows: int, experts: int, columns: int, itemsize: int, properties: runtime.DeviceProperties) -> Tiles:
-    """The tiles of sums over rows, ``columns`` of the narrower operand wide: RANK, or more for dW."""
+    """Choose the tiles of sums over rows, ``columns`` of the narrower operand wide: RANK, or more for dW."""
     if itemsize > 2 or not properties.has_tensor_cores:
         return tiles(4, 2, BLOCK_P=min(32, padded_rank(columns)), BLOCK_Q=32, BLOCK_M=16)
     if columns > 64:
@@ -718,7 +627,7 @@ def wgrad_tiles(rows: int, experts: int, columns: int, itemsize: int, properties
 
 @functools.lru_cache(maxsize=4096)
 def slots_tiles(slots: int, columns: int) -> Tiles:
-    """The tiles of sums over slots: 8 elements a thread and slot."""
+    """Choose the tiles of sums over slots: 8 elements a thread and slot."""
     block_c = max(16, min(1024, triton.next_power_of_2(columns)))
     return tiles(max(1, block_c // 256), 2, BLOCK_S=triton.next_power_of_2(slots), BLOCK_C=block_c)
 
@@ -729,24 +638,17 @@ ROUTE_BLOCK = 128  # pairs in a step
 
 @functools.lru_cache(maxsize=4096)
 def route_blocks(rows: int, experts: int) -> tuple[int, int, int]:
-    """Programs, padded groups, and how many programs' counts are read in a step of some 4,096 numbers."""
+    """Return programs, padded groups, and how many programs' counts are read in a step of some 4,096 numbers."""
     block_e = triton.next_power_of_2(experts + 1)
     return max(1, min(64, triton.cdiv(rows, ROUTE_BLOCK))), block_e, max(1, min(64, 4096 // block_e))
-
-
-def padded_rank(rank: int) -> int:
-    """The width of U and D: tensor cores multiply with no fewer than 16 columns of the reduction."""
-    return max(16, triton.next_power_of_2(rank))
 
 
 FUSED_RANK = 64  # the widest U that a program of the fused product keeps in registers beside its tile of Y
 FUSED_ROWS = 64
 
 
-def choose_strategy(
-    rows: int, experts: int, k: int, n: int, rank: int, properties: runtime.DeviceProperties, copies_b: bool = False
-) -> str:
-    """``"fused"`` or ``"split"``, whichever was measured faster on an H200.
+def choose_strategy(rows: int, properties: runtime.DeviceProperties, *, copies_b: bool = False) -> str:
+    """Return ``"fused"`` or ``"split"``, whichever was measured faster on an H200.
 
     Fused repeats X A^T in every column of tiles, n / 256 times. With few rows
     that is free, since reading W takes all the time, and one launch less is

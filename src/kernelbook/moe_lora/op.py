@@ -9,7 +9,7 @@ from kernelbook import arguments  # before Triton, which it sets up
 from kernelbook.linear import linear
 from kernelbook.memory import accumulator, empty
 from kernelbook.moe_lora import grouped, kernels
-from kernelbook.moe_lora.grouped import SORTED, GemmPlan, Layout, Lora, ShrinkPlan, Step
+from kernelbook.moe_lora.grouped import SORTED, GemmPlan, Lora, ShrinkPlan, Step
 from kernelbook.moe_lora.routing import Routing, route
 from kernelbook.operators import Op
 from kernelbook.packed import NF4Tensor
@@ -32,12 +32,12 @@ def scatter2scatter(
     grouped_out: bool = False,
     transposed: bool = False,
 ) -> torch.Tensor:
-    """The product of each row with the matrix of the expert it is routed to; differentiable.
+    """Multiply each row with the matrix of the expert it is routed to; differentiable.
 
     Args:
         x: (T, K), float16, bfloat16, float32 or float64, any strides; if ``grouped_in``, (T*k, K) in expert order.
         w: (E, K, N), the dtype of ``x``, any strides; or an ``NF4Tensor`` of shape (E, N, K), which is decoded on the way
-            into the product and never becomes dense, except in float64, which is for tests.
+            into the product and never becomes dense, but for the exceptions of :func:`moe_lora`.
         routing: of T tokens to k of E experts, from :func:`route`.
         grouped_in, grouped_out: rows are in expert order, position s holding pair ``routing.order[s]``.
         transposed: the ``NF4Tensor`` has shape (E, K, N), packed along N. (A dense ``w`` has any strides.)
@@ -72,7 +72,7 @@ def moe_lora(
     grouped_out: bool = False,
     transposed: bool = False,
 ) -> torch.Tensor:
-    """A linear layer for each expert with a low-rank update: ``x W[e] + scaling (x A[e]^T) B[e]^T + bias[e]``.
+    """Apply each expert's linear layer with a low-rank update: ``x W[e] + scaling (x A[e]^T) B[e]^T + bias[e]``.
 
     Differentiable in all tensors (once), and the same bit for bit in every run.
 
@@ -81,7 +81,7 @@ def moe_lora(
         w: (E, K, N), the dtype of ``x``, any strides. Its gradient is computed only if it requires one. Or an
             ``NF4Tensor`` of shape (E, N, K), as transformers and bitsandbytes store it: its elements become numbers in
             the dtype of ``x`` on their way into the product, forward and backward, and W never becomes dense, except in
-            float64, which is for tests.
+            float64, which is for tests, and where its rows are no multiple of 32 elements.
         lora_a: (E, r, K), the dtype of ``x``, any strides; or ``None``, then there is no low-rank update.
         lora_b: (E, N, r), the dtype of ``x``, any strides; ``None`` with ``lora_a`` and only with it.
         routing: of T tokens to k of E experts, from :func:`route`.
@@ -154,10 +154,11 @@ class Call(NamedTuple):
         return self.shape[2] if self.w is None else self.w.shape[2]
 
     @property
-    def layouts(self) -> tuple[Layout, Layout]:
-        """Of x and of dY. With gates a token's slots share one row of dY, and each gradient counts a row with its gate."""
+    def layouts(self) -> tuple[int, int]:
+        """How rows of x and of dY lie. With gates a token's slots share one row of dY, which counts with each gate."""
         slots = self.expert_ids.shape[1]
-        return Layout(self.grouped_in, slots), Layout(self.grouped_out, 1 if self.gates is None else slots)
+        of_dy = SORTED if self.grouped_out else 1 if self.gates is None else slots
+        return SORTED if self.grouped_in else slots, of_dy
 
     def empty_u(self) -> torch.Tensor | None:
         """U, or D = scaling dY B: (R, padded rank), in expert order; ``None`` without a low-rank update."""
@@ -190,9 +191,10 @@ def call_of(
         if len(w.shape) != 3:
             raise ValueError(f"{function}: w must have three dimensions, got shape {w.shape}")
         e, first, second = w.shape
-        # Triton's float64 products compile with no operand that was decoded from bytes.
-        if getattr(x, "dtype", None) == torch.float64:
-            w = w.as_float64() if transposed else w.as_float64().transpose(1, 2)
+        # Triton's float64 products compile with no operand that was decoded from bytes, and rows of W have to be whole words.
+        dtype = getattr(x, "dtype", None)
+        if isinstance(dtype, torch.dtype) and (dtype == torch.float64 or second % 32):
+            w = w.as_float64().to(dtype) if transposed else w.as_float64().to(dtype).transpose(1, 2)
         else:
             parts = w.packed, w.absmax, w.code, w.nested_absmax, w.nested_code, w.nested_offset
             shape, block_size, w = (e, first, second) if transposed else (e, second, first), w.block_size, None
@@ -282,7 +284,7 @@ def _plan(*args: Any) -> _ForwardPlan | None:
         routing, x, x_layout, call.weight, call.lora_a, call.lora_b, call.bias is not None, call.grouped_out,
         call.strategy,
     )  # fmt: skip
-    combine = grouped.combine_step(routing.rows, routing.slots, n, x.dtype, has_gates=True) if gated else None
+    combine = grouped.combine_step(routing.rows, routing.slots, n, x.dtype) if gated else None
     return _ForwardPlan(gemm, combine)
 
 
@@ -324,8 +326,6 @@ class _BackwardPlan:
     combine: Step | None  # where dX is a sum of its rows, or the gradient of the gates is wanted
     shrink: ShrinkPlan | None  # D = scaling dY B, where nothing else is wanted of dY W^T
     factors: Step | None  # dA and dB
-    da: Step | None
-    db: Step | None
     dw: Step | None
     dbias: Step | None
 
@@ -348,20 +348,15 @@ def _plan_backward(dy: torch.Tensor, u: Any, *args: Any) -> _BackwardPlan | None
     if needs_dx or needs_dgates:
         gemm = grouped.gemm_plan(routing, dy, dy_layout, w.transpose(1, 2), a, b, False, grouped_in, call.strategy)
         if gated or not (grouped_in or slots == 1):
-            combine = grouped.combine_step(
-                rows, 1 if grouped_in else slots, k, x.dtype, grouped=grouped_in, has_gates=gated, with_out=needs_dx,
-                with_dgates=needs_dgates,
-            )  # fmt: skip
-    both = needs_da and needs_db
+            combine = grouped.combine_step(rows, 1 if grouped_in else slots, k, x.dtype, with_dgates=needs_dgates)
+    columns = k if needs_da else 0, n if needs_db else 0
     return _BackwardPlan(
         gemm=gemm,
         combine=combine,
         shrink=grouped.shrink_plan(routing, dy, dy_layout, a) if needs_da and gemm is None else None,
-        factors=grouped.factors_step(routing, x, x_layout, dy_layout, rank, n, gated) if both else None,
-        da=grouped.wgrad_step(routing, SORTED, x_layout, x, rank, k, gated) if needs_da and not both else None,
-        db=grouped.wgrad_step(routing, SORTED, dy_layout, x, rank, n, gated) if needs_db and not both else None,
-        dw=grouped.wgrad_step(routing, x_layout, dy_layout, x, k, n, gated) if needs_dw else None,
-        dbias=grouped.wgrad_step(routing, SORTED, dy_layout, x, 1, n, gated, exact=True) if needs_dbias else None,
+        factors=grouped.wgrad_step(routing, x, SORTED, rank, x_layout, columns[0], dy_layout, columns[1]),
+        dw=grouped.wgrad_step(routing, x, x_layout, k, dy_layout, n) if needs_dw else None,
+        dbias=grouped.wgrad_step(routing, x, SORTED, 1, dy_layout, n, exact=True) if needs_dbias else None,
     )
 
 
@@ -380,16 +375,14 @@ def _run_backward(plan: _BackwardPlan, outputs: tuple[Any, ...], dy: torch.Tenso
     if plan.shrink is not None:
         grouped.shrink(plan.shrink, routing, dy, a, d, call.scaling)
     if plan.factors is not None:
-        grouped.factors(plan.factors, routing, d, u, x, dy, gates, da, db)
-    if plan.da is not None:
-        grouped.wgrad(plan.da, routing, d, x, gates, da)
-    if plan.db is not None:
-        grouped.wgrad(plan.db, routing, u, dy, gates, db.transpose(1, 2))
+        left, right = (None, None) if da is None else (d, x)
+        second: tuple[Any, Any] = (None, None) if db is None else (u, dy)
+        grouped.wgrad(plan.factors, routing, left, right, gates, da, *second, db)
     if plan.dw is not None:
         grouped.wgrad(plan.dw, routing, x, dy, gates, dw)
     if plan.dbias is not None:
         ones = torch.ones((routing.rows, 1), dtype=x.dtype, device=x.device)
-        grouped.wgrad(plan.dbias, routing, ones, dy, gates, dbias.unsqueeze(1))
+        grouped.wgrad(plan.dbias, routing, ones, dy, gates, dbias)
 
 
 def _combine_slots(step: Step, dx_per_slot: torch.Tensor, dx: Any, dgates: Any, dy: torch.Tensor, call: Call) -> None:

@@ -61,7 +61,7 @@ class Routing(NamedTuple):
 
 
 def route(expert_ids: torch.Tensor, num_experts: int) -> Routing:
-    """Sorts the (token, slot) pairs by expert; without a host synchronisation.
+    """Sort the (token, slot) pairs by expert; without a host synchronisation.
 
     Args:
         expert_ids: (T, k) int64 or int32, any strides, entries in [0, E]; E marks a slot to skip, whose output row is
@@ -132,7 +132,7 @@ def _capacity(rows: int, experts: int, height: int) -> int:
 
 
 def tiles_of_height(rows: int, experts: int, height: int) -> tuple[int, int]:
-    """Where in a routing's lists the tiles of this height begin, and how many there can be."""
+    """Return where in a routing's lists the tiles of this height begin, and how many there can be."""
     before = sum(_capacity(rows, experts, h) for h in kernels.HEIGHTS if h < height)
     return 2 * rows + experts + 1 + 3 * before, _capacity(rows, experts, height)
 

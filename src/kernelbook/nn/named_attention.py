@@ -6,6 +6,9 @@ uint64 of shape (B, 1, 1, 1 + window), how many keys each sequence has, repeated
 instead of B where all keys are there. It takes no memory, and lengths may change in a captured graph. Four dimensions,
 because ``generate`` hands masks of so many, and no others, to a model as they are; uint64, because nobody's mask has that
 dtype, and hardly anything can be computed with it.
+
+Of packed sequences a mask says where they begin: uint64 of shape (1, 1, B N + 1, 1 + window), repeated likewise, as
+``cu_seqlens`` of the batch's rows one after another; :func:`cu_seqlens` makes it on the device, for any number of sequences.
 """
 
 from typing import Any
@@ -14,9 +17,20 @@ import torch
 
 from kernelbook import runtime  # before Triton, which it sets up
 from kernelbook.attention import flash_attention
-from kernelbook.nn.same_bits import attend, check_alone, positions, sequences
+from kernelbook.nn.same_bits import attend, begin_anew, jumps, positions, sequences
 
-__all__ = ["NEUTRAL", "OWN", "asked_for", "boolean_mask", "encode_mask", "is_stated", "own_attention"]
+__all__ = [
+    "NEUTRAL",
+    "OWN",
+    "asked_for",
+    "boolean_mask",
+    "cu_seqlens",
+    "encode_mask",
+    "encode_packed",
+    "is_stated",
+    "own_attention",
+    "told_to_be_packed",
+]
 
 MAX_HEAD = 256
 # What transformers' modules call an argument of flash_attention.
@@ -47,9 +61,18 @@ def is_stated(mask: torch.Tensor | None) -> bool:
     return mask is not None and mask.dtype == torch.uint64
 
 
-def decode_mask(mask: torch.Tensor) -> tuple[torch.Tensor | None, int | None]:
-    """Return lengths and window of a mask that :func:`encode_mask` made."""
-    return mask[:, 0, 0, 0].view(torch.int64) if mask.shape[0] else None, mask.shape[3] - 1 or None
+def _is_packed(mask: torch.Tensor) -> bool:
+    """Whether a statement is of packed sequences."""
+    return mask.shape[2] > 1
+
+
+def _lengths(mask: torch.Tensor) -> torch.Tensor | None:
+    """(B,) of a statement; ``None`` where all keys are there."""
+    return mask[:, 0, 0, 0].view(torch.int64) if mask.shape[0] and not _is_packed(mask) else None
+
+
+def _window(mask: torch.Tensor) -> int | None:
+    return mask.shape[3] - 1 or None
 
 
 def encode_mask(lengths: torch.Tensor, window: int | None) -> torch.Tensor:
@@ -57,15 +80,79 @@ def encode_mask(lengths: torch.Tensor, window: int | None) -> torch.Tensor:
     return lengths.view(torch.uint64)[:, None, None, None].expand(-1, 1, 1, 1 + (window or 0))
 
 
-def boolean_mask(mask: torch.Tensor | None, n: int, s: int) -> torch.Tensor | None:
-    """Return the mask for others: (B or 1, 1, N, S) booleans for one that is stated as above; any other as it is."""
-    if mask is None or not is_stated(mask):
+def cu_seqlens(number: torch.Tensor) -> torch.Tensor:
+    """Return (B N + 1,) where packed sequences begin, in rows one after another; behind the last sequence B N again and again.
+
+    Args:
+        number: (B, N) integers, the number of each token's sequence: grows within a row, and counts anew in each.
+    """
+    begins = torch.ones_like(number, dtype=torch.bool)
+    begins[:, 1:] = number.diff(dim=1) != 0
+    counted = begins.flatten().cumsum(0)  # from 1
+    return torch.searchsorted(counted, torch.arange(1, counted.shape[0] + 2, device=number.device))
+
+
+def encode_packed(cu_seqlens: torch.Tensor, window: int | None) -> torch.Tensor:
+    """Return a mask that tells where packed sequences begin, and window: ``cu_seqlens`` (B N + 1,) int64."""
+    return cu_seqlens.view(torch.uint64)[None, None, :, None].expand(-1, -1, -1, 1 + (window or 0))
+
+
+def told_to_be_packed(
+    mask: torch.Tensor | None, batch: int, n: int, s: int, others: dict[str, Any]
+) -> torch.Tensor | None:
+    """Return where packed sequences begin, in rows one after another; ``None``: nobody tells of any.
+
+    The mask does, or the keywords ``cu_seq_lens_q`` and, as transformers' FlashAttention reads them, ``position_ids``, for which
+    see :func:`begin_anew`.
+
+    Raises:
+        ValueError: sequences are packed where there are keys from before; of ``position_ids`` this is asked within ``same_bits``.
+    """
+    if mask is not None and (not is_stated(mask) or _lengths(mask) is not None):
+        return None
+    given: torch.Tensor | None = others.get("cu_seq_lens_q")
+    if given is not None and n == s:
+        return given
+    if mask is not None and _is_packed(mask):
+        return mask[0, 0, :, 0].view(torch.int64)
+    if given is not None and given.shape[0] > batch + 1:
+        raise ValueError(PACKED.format("cu_seq_lens_q", f"{given.shape[0] - 1} sequences, {n} queries and {s} keys"))
+    if torch.compiler.is_compiling() or not (n == s or runtime.in_same_bits()):
+        return None
+    places = positions(others)
+    if places is None or not begin_anew(places, batch, n):
+        return None
+    if n != s:
+        raise ValueError(PACKED.format("position_ids", f"some that begin anew, {n} queries and {s} keys"))
+    return cu_seqlens(jumps(places, batch).cumsum(1))
+
+
+PACKED = "attention_forward: {} must not pack sequences where there are keys from before, got {}"
+
+
+def boolean_mask(
+    mask: torch.Tensor | None,
+    batch: int,
+    n: int,
+    s: int,
+    cu_seqlens: torch.Tensor | None = None,
+    causal: bool = True,
+) -> torch.Tensor | None:
+    """Return the mask for others: (B or 1, 1, N, S) booleans for one that is stated as above; any other as it is.
+
+    With ``cu_seqlens``, of rows one after another, sequences are told apart, and ``causal`` says what ``None`` means.
+    """
+    if cu_seqlens is None and (mask is None or not is_stated(mask)):
         return mask
-    lengths, window = decode_mask(mask)
-    key = torch.arange(s, device=mask.device)
-    position = torch.arange(n, device=mask.device)[:, None] - n
+    lengths, window = (None, None) if mask is None else (_lengths(mask), _window(mask))
+    device = mask.device if cu_seqlens is None else cu_seqlens.device  # type: ignore[union-attr]
+    key = torch.arange(s, device=device)
+    position = torch.arange(n, device=device)[:, None] - n
     position = position + (s if lengths is None else lengths[:, None, None, None])
-    seen = (key <= position).expand(-1 if lengths is not None else 1, 1, n, s)
+    seen = ((key <= position) | (not causal)).expand(-1 if lengths is not None else 1, 1, n, s)
+    if cu_seqlens is not None:
+        of = torch.bucketize(torch.arange(batch * n, device=device), cu_seqlens, right=True).view(batch, 1, n, 1)
+        seen = seen & (of == of.mT)
     return seen if window is None else seen & (key > position - window)
 
 
@@ -88,14 +175,17 @@ def own_attention(
     """query (B, H, N, D), key and value (B, H_kv, S, D) -> (B, N, H, D), or None where :func:`flash_attention` cannot do it.
 
     That is: another mask, dropout, heads of more than 256 features, values of another width, or a keyword of
-    :func:`asked_for` that is not in :data:`OWN`. Within ``runtime.same_bits`` a mask of booleans is read, see
+    :func:`asked_for` that is not in :data:`OWN`. Packed sequences, see :func:`told_to_be_packed`, do not see each other. Within ``runtime.same_bits`` a mask of booleans is read, see
     :func:`sequences`: it may say that tokens are padding, and where packed sequences begin.
 
     Raises:
         ValueError: a mask of integers, which means something else to each of PyTorch's attentions; a sliding window of which
-            no mask tells; within ``same_bits`` whatever gives None elsewhere, and packed sequences of which no mask tells.
+            no mask tells; packed sequences where there are keys from before; within ``same_bits`` whatever gives None elsewhere.
     """
-    if mask is not None and not (is_stated(mask) or mask.dtype == torch.bool or mask.is_floating_point()):
+    batch, _, n, _ = query.shape
+    ours = mask is not None and is_stated(mask) and mask.ndim == 4 and mask.shape[1] == 1
+    stated = ours and mask is not None and (mask.shape[2] == 1 or mask.shape[::2] == (1, batch * n + 1))
+    if mask is not None and not (stated or mask.dtype == torch.bool or mask.is_floating_point()):
         raise ValueError(f"attention_forward: attention_mask must be of booleans or floating point, got {mask.dtype}")
     window = others.get("sliding_window")
     if mask is None and window is not None and window < key.shape[2]:
@@ -103,7 +193,7 @@ def own_attention(
             f"attention_forward: sliding_window must be part of attention_mask where there are more keys, got "
             f"{window} for {key.shape[2]} keys and no mask; transformers' sdpa_mask makes such masks"
         )
-    stated, same_bits = is_stated(mask), runtime.in_same_bits()
+    same_bits = runtime.in_same_bits()
     made = same_bits and mask is not None and mask.ndim == 4 and mask.dtype == torch.bool
     asked = asked_for(others)
     known = (
@@ -118,20 +208,22 @@ def own_attention(
             )
         return None
     more: dict[str, Any] = {OWN[name]: others[name] for name in asked}
-    batch, _, n, _ = query.shape
     if made and mask is not None:
         where = sequences(mask, batch, window, positions(others))
         return attend(query, key, value, where, scale=scaling, **more)
-    if same_bits:
-        check_alone(batch, n, positions(others), others.get("cu_seq_lens_q"))
+    packed = told_to_be_packed(mask, batch, n, key.shape[2], others)
     lengths, window = None, None
     if mask is not None:
-        lengths, window = decode_mask(mask)
-        causal = True
+        lengths, window, causal = _lengths(mask), _window(mask), True
     else:
-        causal = query.shape[2] > 1 and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-        if causal and key.shape[2] > query.shape[2]:
+        causal = n > 1 and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        if causal and key.shape[2] > n:
             # Without a mask the first query stands at the first key: a static cache is being filled.
-            key, value = (t[:, :, : query.shape[2]] for t in (key, value))
-    out = flash_attention(query, key, value, causal=causal, scale=scaling, lengths=lengths, window=window, **more)
+            key, value = (t[:, :, :n] for t in (key, value))
+    more |= {"causal": causal, "scale": scaling, "window": window}
+    if packed is not None:
+        rows = (t.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None] for t in (query, key, value))
+        out = flash_attention(*rows, cu_seqlens=packed, **more)
+        return out.transpose(1, 2).contiguous().view(batch, n, *query.shape[1::2])
+    out = flash_attention(query, key, value, lengths=lengths, **more)
     return out.transpose(1, 2).contiguous()

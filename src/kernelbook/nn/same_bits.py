@@ -14,8 +14,19 @@ from torch.overrides import TorchFunctionMode
 from kernelbook import runtime  # before Triton, which it sets up
 from kernelbook.attention import flash_attention
 from kernelbook.linear import linear
+from kernelbook.tensors import has_values
 
-__all__ = ["SameBitsLinear", "Sequences", "attend", "check_alone", "in_mode", "positions", "sequences", "with_linear"]
+__all__ = [
+    "SameBitsLinear",
+    "Sequences",
+    "attend",
+    "begin_anew",
+    "in_mode",
+    "jumps",
+    "positions",
+    "sequences",
+    "with_linear",
+]
 
 
 # --- linear layers --------------------------------------------------------------------------------------------------
@@ -107,8 +118,10 @@ def sequences(
     """
     found: Sequences | None = getattr(mask, "_kernelbook_sequences", None)
     if found is None or found.window != window:
-        jumps = _jumps(position_ids, batch, mask.shape[2])
-        found = mask._kernelbook_sequences = _read(mask.expand(batch, -1, -1, -1)[:, 0], window, jumps)  # type: ignore[attr-defined]
+        n, anew = mask.shape[2], None
+        if position_ids is not None and position_ids.shape in ((1, n), (batch, n)):
+            anew = jumps(position_ids, batch)
+        found = mask._kernelbook_sequences = _read(mask.expand(batch, -1, -1, -1)[:, 0], window, anew)  # type: ignore[attr-defined]
     return found
 
 
@@ -145,55 +158,48 @@ def positions(others: dict[str, Any]) -> torch.Tensor | None:
     return given if own is None and isinstance(given, torch.Tensor) else own
 
 
-PACKED = (
-    "attention_forward: {} must not pack sequences within same_bits() where attention_mask tells of one, got {}: they would see "
-    "each other; most models make a mask that tells them apart where use_cache=False, and no attention_mask is given"
-)
+PACKED = "attention_forward: position_ids must not pack sequences where attention_mask tells of one, got {}"
 
 
-def check_alone(
-    batch: int, n: int, position_ids: torch.Tensor | None, cu_seq_lens_q: torch.Tensor | None = None
-) -> None:
-    """Raise for packed sequences, of which a mask that is causal or not there does not tell.
+def begin_anew(position_ids: torch.Tensor, batch: int, n: int) -> bool:
+    """Tell whether ``position_ids`` pack sequences: one does not follow the one before it in its row.
 
-    Where a model was given ``position_ids`` the host waits for the device, once for all layers; not for a step of decoding,
-    and not while a graph is captured: the same step ran before, to be warm.
+    The host waits for the device, once for all layers. While a graph is captured nobody can look: yes for those that were
+    looked at before, an input whose boundaries the graph then follows; no for others, which the model makes itself.
     """
-    if cu_seq_lens_q is not None and cu_seq_lens_q.shape[0] > batch + 1:
-        raise ValueError(PACKED.format("cu_seq_lens_q", f"{cu_seq_lens_q.shape[0] - 1} sequences"))
-    if position_ids is None or n == 1 or (position_ids.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return
+    if n == 1 or position_ids.shape not in ((1, n), (batch, n)) or not has_values(position_ids):
+        return False
+    if position_ids.is_cuda and torch.cuda.is_current_stream_capturing():
+        return hasattr(position_ids, "_kernelbook_anew")
     version = None if position_ids.is_inference() else position_ids._version
-    if getattr(position_ids, "_kernelbook_alone", ()) != version:
-        jumps = _jumps(position_ids, batch, n)
-        if jumps is not None and bool(jumps.any()):
-            raise ValueError(PACKED.format("position_ids", "some that begin anew"))
-        position_ids._kernelbook_alone = version  # type: ignore[attr-defined]
+    looked_at, found = getattr(position_ids, "_kernelbook_anew", ((), False))
+    if looked_at != version:
+        found = bool(jumps(position_ids, batch).any())
+        position_ids._kernelbook_anew = version, found  # type: ignore[attr-defined]
+    return found
 
 
-def _jumps(position_ids: torch.Tensor | None, batch: int, n: int) -> torch.Tensor | None:
-    """(B, N): where a position does not follow the one before it, as transformers' ``find_packed_sequence_indices`` has it."""
-    if position_ids is None or position_ids.ndim != 2 or position_ids.shape not in ((1, n), (batch, n)):
-        return None
-    jumps = torch.zeros_like(position_ids, dtype=torch.bool)
-    jumps[:, 1:] = position_ids.diff(dim=1) != 1
-    return jumps.expand(batch, n)
+def jumps(position_ids: torch.Tensor, batch: int) -> torch.Tensor:
+    """Return (B, N): where a position does not follow the one before it, as transformers' ``find_packed_sequence_indices`` has it."""
+    found = torch.zeros_like(position_ids, dtype=torch.bool)
+    found[:, 1:] = position_ids.diff(dim=1) != 1
+    return found.expand(batch, -1)
 
 
-def _read(mask: torch.Tensor, window: int | None, jumps: torch.Tensor | None) -> Sequences:
+def _read(mask: torch.Tensor, window: int | None, anew: torch.Tensor | None) -> Sequences:
     batch, n, s = mask.shape
     own = torch.arange(s - n, s, device=mask.device)
     first, count = mask.to(torch.uint8).argmax(2), mask.sum(2)
     is_token = mask.gather(2, own.expand(batch, n)[..., None])[..., 0]
-    jumps = torch.zeros_like(is_token) if jumps is None else jumps
-    table = torch.stack((first, count, is_token.long(), jumps.long())).tolist()
+    anew = torch.zeros_like(is_token) if anew is None else anew
+    table = torch.stack((first, count, is_token.long(), anew.long())).tolist()
     found: list[tuple[int, int, int, int]] = []  # batch, first query, queries, first key
-    for b, (firsts, counts, tokens, anew) in enumerate(zip(*table, strict=True)):
+    for b, (firsts, counts, tokens, new) in enumerate(zip(*table, strict=True)):
         begin = None
         for i in range(n):
             begins = tokens[i] and (begin is None or counts[i] == 1)
-            if anew[i] and tokens[i] and not begins:
-                raise ValueError(PACKED.format("position_ids", f"a new sequence at query {i} of batch {b}"))
+            if new[i] and tokens[i] and not begins:
+                raise ValueError(PACKED.format(f"a new sequence at query {i} of batch {b}"))
             if begins or not tokens[i]:
                 if begin is not None:
                     found.append((b, begin, i - begin, firsts[begin]))

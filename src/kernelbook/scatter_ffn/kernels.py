@@ -3,9 +3,9 @@
 Up, ``gather_matmul``: h = act(x W[rows]^T). A program owns some of the listed rows and follows their ids: what it loads are
 whole stretches of rows, wherever they lie. With a gate it owns the same rows of two matrices, and h is act(gate) * up.
 
-Down: y = h W[rows], summed over the listed rows. A program owns some columns of y and all listed rows, or (SPLIT > 1) one
-share of them. Shares write partial sums; the program that raises a tile's semaphore last adds them up in their order. So nothing is
-added atomically, every sum has one order, and results are the same bits in every run.
+Down: y = h W[rows], summed over the listed rows. A program owns some columns of y and all listed rows, or (``split`` > 1)
+one share of them. Shares write partial sums; the program that raises a tile's semaphore last adds them up in their order. So
+nothing is added atomically, every sum has one order, and results are the same bits in every run.
 
 There are two of each: "vector" kernels multiply and add in registers, for very few tokens and exactly in float32; "tiles"
 kernels use tensor cores. With few tokens both are bound by reading 2 (gated: 3) rows a neuron, and the loads of as many
@@ -23,7 +23,7 @@ that lies outside the matrix stands for a row of zeros.
 import dataclasses
 
 from kernelbook import runtime  # before Triton, which it sets up
-from kernelbook.tiles import grouped
+from kernelbook.tiles import grouped, is_last_share, sum_of_shares
 
 # isort: split
 import triton
@@ -35,7 +35,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def _rows_at(rows_ptr, pos, last, N):
-    """The row ids (int64) at positions ``pos`` < last of the list, and whether there is such a row; 0 where not."""
+    """Load the row ids (int64) at positions ``pos`` < last of the list, and whether there is such a row; 0 where not."""
     rows = tl.load(rows_ptr + pos, mask=pos < last, other=-1).to(tl.int64)
     exists = (rows >= 0) & (rows < N)
     return tl.where(exists, rows, 0), exists
@@ -59,7 +59,7 @@ def _activate(z, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _slope(z, ACTIVATION: tl.constexpr):
-    """The derivative of ``_activate``."""
+    """Compute the derivative of ``_activate``."""
     if ACTIVATION == "relu":
         slope = tl.where(z <= 0, 0.0, 1.0).to(z.dtype)
     elif ACTIVATION == "leaky_relu":
@@ -79,34 +79,8 @@ def _slope(z, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _total(
-    sums, share, tile, partial_ptrs, stride_ps, semaphores_ptr, mask, split
-):  # fmt: skip
-    """Keeps a share's partial sum.
-
-    -> (the total over all shares in their order, True) in the program that
-    comes last.
-    """
-    tl.store(partial_ptrs + share.to(tl.int64) * stride_ps, sums, mask=mask)
-    # All threads' stores come before the semaphore is raised, and it is raised
-    # last after the stores of all other programs.
-    tl.debug_barrier()
-    is_last = tl.atomic_add(semaphores_ptr + tile, 1, sem="acq_rel") == split - 1
-    total = tl.zeros(sums.shape, sums.dtype)
-    if is_last:
-        for s in range(split):
-            # ".cg": from the L2 cache, where the other programs' stores are;
-            # this SM's own cache may be stale.
-            total += tl.load(
-                partial_ptrs + s * stride_ps, mask=mask, other=0.0,
-                cache_modifier=".cg",
-            )  # fmt: skip
-    return total, is_last
-
-
-@triton.jit
 def _prefetch(ptrs, size, wanted):
-    """Asks for ``size`` bytes at each address to be brought into the L2 cache, and does not wait. Multiples of 16 only."""
+    """Prefetch ``size`` bytes at each address into the L2 cache; multiples of 16 only."""
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
         "=r,l,r,r",
@@ -118,51 +92,39 @@ def _prefetch(ptrs, size, wanted):
 
 
 @triton.jit
-def _zero_semaphores(semaphores_ptr, semaphores):
-    """The counters of the kernel that comes next, by the first program of this one: saves a launch."""
-    if tl.program_id(0) == 0:
-        for start in range(0, semaphores, 256):
-            offs = start + tl.arange(0, 256)
-            tl.store(semaphores_ptr + offs, tl.zeros(offs.shape, tl.int32), mask=offs < semaphores)
-
-
-@triton.jit
-def _row_values(ptr, rows, stride, exists, ACC: tl.constexpr, PRESENT: tl.constexpr):
-    """A bias at the chosen rows, or zeros."""
-    if PRESENT:
-        values = tl.load(ptr + rows * stride, mask=exists, other=0.0).to(ACC)
-    else:
-        values = tl.zeros(rows.shape, ACC)
+def _bias_at(ptr, places, stride, mask, ACC: tl.constexpr):
+    """Load a bias (int64 ``places``), or zeros where there is none."""
+    values = tl.zeros(places.shape, ACC)
+    if ptr is not None:
+        values = tl.load(ptr + places * stride, mask=mask, other=0.0).to(ACC)
     return values
 
 
 # --- up: gathered rows ----------------------------------------------------------------------------------------------
-# L and the number of semaphores change from call to call, which should not compile a kernel anew.
+# L and the split change from call to call, which should not compile a kernel anew.
 
 
-@triton.jit(do_not_specialize=["L", "semaphores"])
+@triton.jit(do_not_specialize=["L"])
 def _gather_matmul_fwd_vector_kernel(
     rows_ptr,  # (L,) integers
     x_ptr, stride_xm, stride_xk,  # (M, K), M <= TOKENS
     w_ptr, stride_wn, stride_wk,  # (N, K)
-    b_ptr, stride_b,  # (N,), if HAS_BIAS
-    gate_ptr, stride_gn, stride_gk,  # (N, K), if GATED
-    bg_ptr, stride_bg,  # (N,), if HAS_GATE_BIAS
+    b_ptr, stride_b,  # (N,) or None
+    gate_ptr, stride_gn, stride_gk,  # (N, K) or None
+    bg_ptr, stride_bg,  # (N,) or None
     out_ptr, stride_om,  # (M, L_out), columns contiguous; those from L on become zero
-    semaphores_ptr,  # (semaphores,) int32
-    M, N, K, L, L_out, semaphores,
-    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, HAS_GATE_BIAS: tl.constexpr,
-    ACC: tl.constexpr, PDL: tl.constexpr,
+    M, N, K, L, L_out,
+    ACTIVATION: tl.constexpr, ACC: tl.constexpr, PDL: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()  # the next kernel may begin to load its weights; it waits for this one where it has to
-    _zero_semaphores(semaphores_ptr, semaphores)
     pos = tl.program_id(0) * BLOCK_L + tl.arange(0, BLOCK_L)
     rows, exists = _rows_at(rows_ptr, pos, L, N)
     offs_k = tl.arange(0, BLOCK_K).to(tl.int64)
     w_ptrs = w_ptr + rows[:, None] * stride_wn + offs_k[None, :] * stride_wk
-    gate_ptrs = gate_ptr + rows[:, None] * stride_gn + offs_k[None, :] * stride_gk
+    if gate_ptr is not None:
+        gate_ptrs = gate_ptr + rows[:, None] * stride_gn + offs_k[None, :] * stride_gk
     x_ptrs = x_ptr + offs_k * stride_xk
     up, gate = (), ()
     for _ in tl.static_range(TOKENS):
@@ -173,25 +135,25 @@ def _gather_matmul_fwd_vector_kernel(
         mask = exists[:, None] & mask_k[None, :]
         # Weights are read once, so they should not push out what is read again.
         w = tl.load(w_ptrs, mask=mask, other=0.0, eviction_policy="evict_first").to(ACC)  # (BLOCK_L, BLOCK_K)
-        if GATED:
+        if gate_ptr is not None:
             g = tl.load(gate_ptrs, mask=mask, other=0.0, eviction_policy="evict_first").to(ACC)
+            gate_ptrs += BLOCK_K * stride_gk
         new_up, new_gate = (), ()
         for t in tl.static_range(TOKENS):
             x = tl.load(x_ptrs + t * stride_xm, mask=mask_k & (t < M), other=0.0).to(ACC)  # (BLOCK_K,)
             new_up = new_up + (up[t] + w * x[None, :],)
-            if GATED:
+            if gate_ptr is not None:
                 new_gate = new_gate + (gate[t] + g * x[None, :],)
             else:
                 new_gate = new_gate + (gate[t],)
         up, gate = new_up, new_gate
         w_ptrs += BLOCK_K * stride_wk
-        gate_ptrs += BLOCK_K * stride_gk
         x_ptrs += BLOCK_K * stride_xk
-    bias = _row_values(b_ptr, rows, stride_b, exists, ACC, HAS_BIAS)
-    gate_bias = _row_values(bg_ptr, rows, stride_bg, exists, ACC, HAS_GATE_BIAS)
+    bias = _bias_at(b_ptr, rows, stride_b, exists, ACC)
+    gate_bias = _bias_at(bg_ptr, rows, stride_bg, exists, ACC)
     for t in tl.static_range(TOKENS):
         h = tl.sum(up[t], axis=1) + bias
-        if GATED:
+        if gate_ptr is not None:
             h *= _activate(tl.sum(gate[t], axis=1) + gate_bias, ACTIVATION)
         else:
             h = _activate(h, ACTIVATION)
@@ -199,23 +161,19 @@ def _gather_matmul_fwd_vector_kernel(
         tl.store(out_ptrs, h.to(out_ptr.dtype.element_ty), mask=(pos < L_out) & (t < M))
 
 
-@triton.jit(do_not_specialize=["L", "semaphores", "split"])
+@triton.jit(do_not_specialize=["L", "split"])
 def _gather_matmul_fwd_tiles_kernel(
     rows_ptr,  # (L,) integers
     x_ptr, stride_xm, stride_xk,  # (M, K)
     w_ptr, stride_wn, stride_wk,  # (N, K)
-    b_ptr, stride_b,  # (N,), if HAS_BIAS
-    gate_ptr, stride_gn, stride_gk,  # (N, K), if GATED
-    bg_ptr, stride_bg,  # (N,), if HAS_GATE_BIAS
+    b_ptr, stride_b,  # (N,) or None
+    gate_ptr, stride_gn, stride_gk,  # (N, K) or None
+    bg_ptr, stride_bg,  # (N,) or None
     out_ptr, stride_om,  # (M, L_out), columns contiguous; zero from L on
-    partial_ptr, stride_ps,  # (split, M, L_out), twice if GATED, if SPLIT
-    own_semaphores_ptr,  # (tiles of out,) int32, zero, if SPLIT
-    semaphores_ptr,  # (semaphores,) int32
-    M, N, K, L, L_out, semaphores, split,
-    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr,
-    GATED: tl.constexpr, HAS_GATE_BIAS: tl.constexpr,
-    ACC: tl.constexpr, PRECISION: tl.constexpr,
-    SPLIT: tl.constexpr, PDL: tl.constexpr,
+    partial_ptr, stride_ps,  # (split, M, L_out), with a gate twice; or None
+    semaphores_ptr,  # (tiles of out,) int32, zero; or None
+    M, N, K, L, L_out, split,
+    ACTIVATION: tl.constexpr, ACC: tl.constexpr, PDL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_K: tl.constexpr,
     SHARES: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -223,13 +181,12 @@ def _gather_matmul_fwd_tiles_kernel(
     their products added at the end."""
     if PDL:
         gdc_launch_dependents()
-    _zero_semaphores(semaphores_ptr, semaphores)
     tile, share = tl.program_id(0), tl.program_id(1)
     num_m, num_l = tl.cdiv(M, BLOCK_M), tl.cdiv(L_out, BLOCK_L)
     pid_m, pid_l = grouped(tile, num_m, num_l, GROUP)
     STEP: tl.constexpr = SHARES * BLOCK_K
     low, high = 0, K
-    if SPLIT:
+    if partial_ptr is not None:
         per_share = tl.cdiv(tl.cdiv(K, STEP), split) * STEP
         low = share * per_share
         high = tl.minimum(low + per_share, K)
@@ -239,13 +196,15 @@ def _gather_matmul_fwd_tiles_kernel(
     mask_m = offs_m < M
     x_rows = x_ptr + offs_m.to(tl.int64) * stride_xm
     w_rows = w_ptr + rows * stride_wn
-    gate_rows = gate_ptr + rows * stride_gn
+    if gate_ptr is not None:
+        gate_rows = gate_ptr + rows * stride_gn
     if SHARES == 1:
         offs_k = tl.arange(0, BLOCK_K)
         wide_k = (low + offs_k).to(tl.int64)
         x_ptrs = x_rows[:, None] + wide_k[None, :] * stride_xk
         w_ptrs = w_rows[None, :] + wide_k[:, None] * stride_wk
-        gate_ptrs = gate_rows[None, :] + wide_k[:, None] * stride_gk
+        if gate_ptr is not None:
+            gate_ptrs = gate_rows[None, :] + wide_k[:, None] * stride_gk
         up = tl.zeros((BLOCK_M, BLOCK_L), ACC)
         gate = tl.zeros((BLOCK_M, BLOCK_L), ACC)
         for k in tl.range(low, high, BLOCK_K, num_stages=STAGES):
@@ -254,15 +213,13 @@ def _gather_matmul_fwd_tiles_kernel(
             mask_w = mask_k[:, None] & exists[None, :]
             x = tl.load(x_ptrs, mask=mask_x, other=0.0)  # (BLOCK_M, BLOCK_K)
             w = tl.load(w_ptrs, mask=mask_w, other=0.0)  # (BLOCK_K, BLOCK_L)
-            up = tl.dot(x, w, up, input_precision=PRECISION, out_dtype=ACC)
-            if GATED:
+            up = tl.dot(x, w, up, input_precision="ieee", out_dtype=ACC)
+            if gate_ptr is not None:
                 g = tl.load(gate_ptrs, mask=mask_w, other=0.0)
-                gate = tl.dot(
-                    x, g, gate, input_precision=PRECISION, out_dtype=ACC
-                )  # fmt: skip
+                gate = tl.dot(x, g, gate, input_precision="ieee", out_dtype=ACC)
+                gate_ptrs += BLOCK_K * stride_gk
             x_ptrs += BLOCK_K * stride_xk
             w_ptrs += BLOCK_K * stride_wk
-            gate_ptrs += BLOCK_K * stride_gk
     else:
         # (SHARES, BLOCK_K), so that each share reads whole segments of memory
         shares, within = tl.arange(0, SHARES), tl.arange(0, BLOCK_K)
@@ -270,7 +227,8 @@ def _gather_matmul_fwd_tiles_kernel(
         wide_k = (low + offs_k).to(tl.int64)
         x_ptrs = x_rows[None, :, None] + wide_k[:, None, :] * stride_xk
         w_ptrs = w_rows[None, None, :] + wide_k[:, :, None] * stride_wk
-        gate_ptrs = gate_rows[None, None, :] + wide_k[:, :, None] * stride_gk
+        if gate_ptr is not None:
+            gate_ptrs = gate_rows[None, None, :] + wide_k[:, :, None] * stride_gk
         ups = tl.zeros((SHARES, BLOCK_M, BLOCK_L), ACC)
         gates = tl.zeros((SHARES, BLOCK_M, BLOCK_L), ACC)
         for k in tl.range(low, high, STEP, num_stages=STAGES):
@@ -279,52 +237,33 @@ def _gather_matmul_fwd_tiles_kernel(
             mask_w = mask_k[:, :, None] & exists[None, None, :]
             x = tl.load(x_ptrs, mask=mask_x, other=0.0)
             # (SHARES, BLOCK_M, BLOCK_K) times (SHARES, BLOCK_K, BLOCK_L)
-            w = tl.load(
-                w_ptrs, mask=mask_w, other=0.0, eviction_policy="evict_first"
-            )  # fmt: skip
-            ups = tl.dot(x, w, ups, input_precision=PRECISION, out_dtype=ACC)
-            if GATED:
-                g = tl.load(
-                    gate_ptrs, mask=mask_w, other=0.0,
-                    eviction_policy="evict_first",
-                )  # fmt: skip
-                gates = tl.dot(
-                    x, g, gates, input_precision=PRECISION, out_dtype=ACC
-                )  # fmt: skip
+            w = tl.load(w_ptrs, mask=mask_w, other=0.0, eviction_policy="evict_first")
+            ups = tl.dot(x, w, ups, input_precision="ieee", out_dtype=ACC)
+            if gate_ptr is not None:
+                g = tl.load(gate_ptrs, mask=mask_w, other=0.0, eviction_policy="evict_first")
+                gates = tl.dot(x, g, gates, input_precision="ieee", out_dtype=ACC)
+                gate_ptrs += STEP * stride_gk
             x_ptrs += STEP * stride_xk
             w_ptrs += STEP * stride_wk
-            gate_ptrs += STEP * stride_gk
         up = tl.sum(ups, axis=0)
         gate = tl.sum(gates, axis=0)
     offs_m = offs_m.to(tl.int64)
     mask_out = mask_m[:, None] & (pos < L_out)[None, :]
     is_last = True
-    if SPLIT:
+    if partial_ptr is not None:
         partial_ptrs = partial_ptr + offs_m[:, None] * L_out + pos[None, :]
-        if GATED:
-            place = (split + share).to(tl.int64) * stride_ps
-            tl.store(partial_ptrs + place, gate, mask=mask_out)
-        up, is_last = _total(
-            up, share, tile, partial_ptrs, stride_ps, own_semaphores_ptr,
-            mask_out, split,
-        )  # fmt: skip
-        if GATED:
-            gate = tl.zeros((BLOCK_M, BLOCK_L), ACC)
-            if is_last:
-                for s in range(split):
-                    place = (split + s).to(tl.int64) * stride_ps
-                    gate += tl.load(
-                        partial_ptrs + place, mask=mask_out, other=0.0,
-                        cache_modifier=".cg",
-                    )  # fmt: skip
+        tl.store(partial_ptrs + share.to(tl.int64) * stride_ps, up, mask=mask_out)
+        if gate_ptr is not None:
+            tl.store(partial_ptrs + (split + share).to(tl.int64) * stride_ps, gate, mask=mask_out)
+        is_last = is_last_share(semaphores_ptr + tile, split)
+        if is_last:
+            up = sum_of_shares(partial_ptrs, stride_ps, split, mask_out)
+            if gate_ptr is not None:
+                gate = sum_of_shares(partial_ptrs + split.to(tl.int64) * stride_ps, stride_ps, split, mask_out)
     if is_last:
-        bias = _row_values(b_ptr, rows, stride_b, exists, ACC, HAS_BIAS)
-        h = up + bias[None, :]
-        if GATED:
-            gate_bias = _row_values(
-                bg_ptr, rows, stride_bg, exists, ACC, HAS_GATE_BIAS
-            )  # fmt: skip
-            h *= _activate(gate + gate_bias[None, :], ACTIVATION)
+        h = up + _bias_at(b_ptr, rows, stride_b, exists, ACC)[None, :]
+        if gate_ptr is not None:
+            h *= _activate(gate + _bias_at(bg_ptr, rows, stride_bg, exists, ACC)[None, :], ACTIVATION)
         else:
             h = _activate(h, ACTIVATION)
         out_ptrs = out_ptr + offs_m[:, None] * stride_om + pos[None, :]
@@ -335,22 +274,21 @@ def _gather_matmul_fwd_tiles_kernel(
 
 
 @triton.jit
-def _store_share(
-    sums, share, tile, y_ptrs, bias, mask, partial_ptrs, stride_ps, semaphores_ptr, split,
-    SPLIT: tl.constexpr,
-):  # fmt: skip
-    """Stores the sums plus bias; of several shares, the program that comes last stores their total."""
-    if SPLIT:
-        sums, is_last = _total(sums, share, tile, partial_ptrs, stride_ps, semaphores_ptr, mask, split)
+def _store_share(sums, share, tile, y_ptrs, bias, mask, partial_ptr, offsets, stride_ps, semaphores_ptr, split):
+    """Store the sums plus bias; of several shares, the last program to arrive stores their total."""
+    is_last = True
+    if partial_ptr is not None:
+        tl.store(partial_ptr + share.to(tl.int64) * stride_ps + offsets, sums, mask=mask)
+        is_last = is_last_share(semaphores_ptr + tile, split)
         if is_last:
-            tl.store(y_ptrs, (sums + bias).to(y_ptrs.dtype.element_ty), mask=mask)
-    else:
+            sums = sum_of_shares(partial_ptr + offsets, stride_ps, split, mask)
+    if is_last:
         tl.store(y_ptrs, (sums + bias).to(y_ptrs.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _load_rows(w_columns, rows, exists, stride_wn, mask_c, UNROLL: tl.constexpr):
-    """UNROLL tiles of rows, all on their way before the first is used."""
+    """Load UNROLL tiles of rows, all on their way before the first is used."""
     tiles = ()
     for u in tl.static_range(UNROLL):
         w_ptrs = w_columns + rows[u][:, None] * stride_wn
@@ -374,18 +312,18 @@ def _scatter_ffn_fwd_down_vector_kernel(
     rows_ptr,  # (L,) integers
     h_ptr, stride_hm,  # (M, L_pad), zero from L on; M <= TOKENS
     w_ptr, stride_wn, stride_wk,  # (N, K_out)
-    b_ptr, stride_b,  # (K_out,), if HAS_BIAS
+    b_ptr, stride_b,  # (K_out,) or None
     y_ptr, stride_ym,  # (M, K_out), columns contiguous
-    partial_ptr, stride_ps,  # (split, M, K_out), if SPLIT
-    semaphores_ptr,  # (columns of programs,) int32, zero, if SPLIT
+    partial_ptr, stride_ps,  # (split, M, K_out) or None
+    semaphores_ptr,  # (columns of programs,) int32, zero; or None
     M, N, K_out, L, split,
-    HAS_BIAS: tl.constexpr, ACC: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
+    ACC: tl.constexpr, PDL: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     pid_c, share = tl.program_id(0), tl.program_id(1)
     STEP: tl.constexpr = UNROLL * BLOCK_L
     low, high = 0, L
-    if SPLIT:
+    if partial_ptr is not None:
         per_share = tl.cdiv(tl.cdiv(L, STEP), split) * STEP
         low = share * per_share
         high = tl.minimum(low + per_share, L)
@@ -421,9 +359,7 @@ def _scatter_ffn_fwd_down_vector_kernel(
                 summed = summed + (acc[t] + h.to(ACC)[:, None] * w,)
             acc = summed
         tiles = coming
-    bias = tl.zeros((BLOCK_C,), ACC)
-    if HAS_BIAS:
-        bias = tl.load(b_ptr + offs_c.to(tl.int64) * stride_b, mask=mask_c, other=0.0).to(ACC)
+    bias = _bias_at(b_ptr, offs_c.to(tl.int64), stride_b, mask_c, ACC)
     tokens = tl.arange(0, TOKENS)
     sums = tl.zeros((TOKENS, BLOCK_C), ACC)
     for t in tl.static_range(TOKENS):
@@ -431,7 +367,7 @@ def _scatter_ffn_fwd_down_vector_kernel(
     mask = (tokens < M)[:, None] & mask_c[None, :]
     _store_share(
         sums, share, pid_c, y_ptr + tokens[:, None] * stride_ym + offs_c[None, :], bias[None, :], mask,
-        partial_ptr + tokens[:, None] * K_out + offs_c[None, :], stride_ps, semaphores_ptr, split, SPLIT,
+        partial_ptr, tokens[:, None] * K_out + offs_c[None, :], stride_ps, semaphores_ptr, split,
     )  # fmt: skip
 
 
@@ -440,12 +376,12 @@ def _scatter_ffn_fwd_down_tiles_kernel(
     rows_ptr,  # (L,) integers
     h_ptr, stride_hm,  # (M, L_pad), zero from L on
     w_ptr, stride_wn, stride_wk,  # (N, K_out)
-    b_ptr, stride_b,  # (K_out,), if HAS_BIAS
+    b_ptr, stride_b,  # (K_out,) or None
     y_ptr, stride_ym,  # (M, K_out), columns contiguous
-    partial_ptr, stride_ps,  # (split, M, K_out), if SPLIT
-    semaphores_ptr,  # (tiles of y,) int32, zero, if SPLIT
+    partial_ptr, stride_ps,  # (split, M, K_out) or None
+    semaphores_ptr,  # (tiles of y,) int32, zero; or None
     M, N, K_out, L, L_pad, split,
-    HAS_BIAS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
+    ACC: tl.constexpr, PDL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
     LISTED: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
@@ -453,7 +389,7 @@ def _scatter_ffn_fwd_down_tiles_kernel(
     pid_m, pid_c = grouped(tile, tl.cdiv(M, BLOCK_M), tl.cdiv(K_out, BLOCK_C), GROUP)
     tl.static_assert(LISTED % BLOCK_L == 0)
     low, high = 0, L
-    if SPLIT:
+    if partial_ptr is not None:
         per_share = tl.cdiv(tl.cdiv(L, BLOCK_L), split) * BLOCK_L
         low = share * per_share
         high = tl.minimum(low + per_share, L)
@@ -498,74 +434,14 @@ def _scatter_ffn_fwd_down_tiles_kernel(
                 h_rows[:, None] + (l + offs_l)[None, :],
                 mask=mask_m[:, None] & mask_l[None, :], other=0.0,
             )  # (BLOCK_M, BLOCK_L)  # fmt: skip
-            sums = tl.dot(h, w, sums, input_precision=PRECISION, out_dtype=ACC)
-    bias = tl.zeros((BLOCK_C,), ACC)
-    if HAS_BIAS:
-        b_ptrs = b_ptr + offs_c.to(tl.int64) * stride_b
-        bias = tl.load(b_ptrs, mask=mask_c, other=0.0).to(ACC)
+            sums = tl.dot(h, w, sums, input_precision="ieee", out_dtype=ACC)
+    bias = _bias_at(b_ptr, offs_c.to(tl.int64), stride_b, mask_c, ACC)
     offs_m = offs_m.to(tl.int64)
-    y_ptrs = y_ptr + offs_m[:, None] * stride_ym + offs_c[None, :]
-    partial_ptrs = partial_ptr + offs_m[:, None] * K_out + offs_c[None, :]
     _store_share(
-        sums, share, tile, y_ptrs, bias[None, :],
+        sums, share, tile, y_ptr + offs_m[:, None] * stride_ym + offs_c[None, :], bias[None, :],
         mask_m[:, None] & mask_c[None, :],
-        partial_ptrs, stride_ps, semaphores_ptr, split, SPLIT,
+        partial_ptr, offs_m[:, None] * K_out + offs_c[None, :], stride_ps, semaphores_ptr, split,
     )  # fmt: skip
-
-
-# --- all in one kernel, with atomic additions -----------------------------------------------------------------------
-# Not chosen by any rule: measured beside the others, because it is the obvious way to fuse the three steps.
-
-
-def fused_config(block_l: int) -> triton.Config:
-    """BLOCK_L neurons a program; 16 tokens, the fewest for tensor cores."""
-    small = block_l <= 32
-    blocks = {"BLOCK_M": 16, "BLOCK_L": block_l, "BLOCK_K": 128 if small else 64, "BLOCK_C": 256 if small else 64}
-    return triton.Config(blocks, num_warps=4, num_stages=3)
-
-
-@triton.jit(do_not_specialize=["L"])
-def _scatter_ffn_fwd_fused_kernel(
-    rows_ptr,  # (L,) integers
-    x_ptr, stride_xm, stride_xk,  # (M, K)
-    up_ptr, stride_un, stride_uk,  # (N, K)
-    down_ptr, stride_dn, stride_dk,  # (N, K_out)
-    y_ptr,  # (M, K_out) ACC, contiguous; zero, if ADD
-    M, N, K, K_out, L,
-    ACTIVATION: tl.constexpr, ADD: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
-    """y += act(x W_up[l]^T) W_down[l] for BLOCK_L neurons l; h stays in registers. Without ADD the sums are only stored,
-    over one another: a wrong result, whose time is that of everything but the additions."""
-    pos = tl.program_id(0) * BLOCK_L + tl.arange(0, BLOCK_L)
-    rows, exists = _rows_at(rows_ptr, pos, L, N)
-    offs_m = (tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
-    mask_m = offs_m < M
-    offs_k = tl.arange(0, BLOCK_K)
-    x_ptrs = x_ptr + offs_m[:, None] * stride_xm + offs_k.to(tl.int64)[None, :] * stride_xk
-    up_ptrs = up_ptr + offs_k.to(tl.int64)[:, None] * stride_uk + rows[None, :] * stride_un
-    acc = tl.zeros((BLOCK_M, BLOCK_L), ACC)
-    for k in range(0, K, BLOCK_K):
-        mask_k = k + offs_k < K
-        x = tl.load(x_ptrs, mask=mask_m[:, None] & mask_k[None, :], other=0.0)  # (BLOCK_M, BLOCK_K)
-        w = tl.load(up_ptrs, mask=mask_k[:, None] & exists[None, :], other=0.0)  # (BLOCK_K, BLOCK_L)
-        acc = tl.dot(x, w, acc, input_precision=PRECISION, out_dtype=ACC)
-        x_ptrs += BLOCK_K * stride_xk
-        up_ptrs += BLOCK_K * stride_uk
-    h = _activate(acc, ACTIVATION).to(x_ptr.dtype.element_ty)
-    offs_c = tl.arange(0, BLOCK_C)
-    down_ptrs = down_ptr + rows[:, None] * stride_dn + offs_c.to(tl.int64)[None, :] * stride_dk
-    y_ptrs = y_ptr + offs_m[:, None] * K_out + offs_c[None, :]
-    for c in range(0, K_out, BLOCK_C):
-        mask_c = c + offs_c < K_out
-        w = tl.load(down_ptrs, mask=exists[:, None] & mask_c[None, :], other=0.0)  # (BLOCK_L, BLOCK_C)
-        part = tl.dot(h, w, input_precision=PRECISION, out_dtype=ACC)
-        if ADD:
-            tl.atomic_add(y_ptrs, part, mask=mask_m[:, None] & mask_c[None, :], sem="relaxed")
-        else:
-            tl.store(y_ptrs, part, mask=mask_m[:, None] & mask_c[None, :])
-        down_ptrs += BLOCK_C * stride_dk
-        y_ptrs += BLOCK_C
 
 
 # --- rows copied together, for cuBLAS -------------------------------------------------------------------------------
@@ -591,11 +467,11 @@ def _scatter_ffn_pack_kernel(
 @triton.jit(do_not_specialize=["M"])
 def _scatter_ffn_hidden_kernel(
     u_ptr, stride_um,  # (M, L_pad) up products with their bias, zero from L on
-    g_ptr,  # (M, L_pad) gate products, if GATED
-    dh_ptr,  # (M, L_pad) gradient of h, if WITH_GRADIENTS; zero from L on
+    g_ptr,  # (M, L_pad) gate products, or None
+    dh_ptr,  # (M, L_pad) gradient of h, zero from L on; or None
     h_ptr, du_ptr, dg_ptr,  # (M, L_pad)
     M, L_pad,
-    ACTIVATION: tl.constexpr, GATED: tl.constexpr, WITH_GRADIENTS: tl.constexpr, ACC: tl.constexpr,
+    ACTIVATION: tl.constexpr, ACC: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
     """h = act(u), or act(g) u; with dh also the gradients of u and g. All have u's strides. What is zero, as from L on, stays zero."""
@@ -604,16 +480,16 @@ def _scatter_ffn_hidden_kernel(
     offsets = offs_m[:, None] * stride_um + pos[None, :]
     mask = (offs_m < M)[:, None] & (pos < L_pad)[None, :]
     u = tl.load(u_ptr + offsets, mask=mask, other=0.0).to(ACC)
-    if GATED:
+    if g_ptr is not None:
         g = tl.load(g_ptr + offsets, mask=mask, other=0.0).to(ACC)
         gate = _activate(g, ACTIVATION)
         h = gate * u
     else:
         h = _activate(u, ACTIVATION)
     tl.store(h_ptr + offsets, h.to(h_ptr.dtype.element_ty), mask=mask)
-    if WITH_GRADIENTS:
+    if dh_ptr is not None:
         dh = tl.load(dh_ptr + offsets, mask=mask, other=0.0).to(ACC)
-        if GATED:
+        if g_ptr is not None:
             dg = dh * u * _slope(g, ACTIVATION)
             tl.store(dg_ptr + offsets, dg.to(dg_ptr.dtype.element_ty), mask=mask)
             du = dh * gate
@@ -634,7 +510,7 @@ def _scatter_ffn_place_kernel(
     N, K,
     ACC: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of each row: the sum over its places in the list, in their
+    """Compute the gradient of each row: the sum over its places in the list, in their
     order; zero for a row that is not listed."""
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_n = offs_n < N
@@ -824,7 +700,7 @@ def _tiles_up(
 
 
 def tiles_up(m: int, active: int, gated: bool, properties: runtime.DeviceProperties) -> tuple[triton.Config, int]:
-    """The tiles of the up kernel, and its split."""
+    """Choose the tiles of the up kernel, and its split."""
     if m <= 16 and properties.is_amd:
         active = max(active, FEW + 1)  # the tiles for fewer are 8 wide, which AMD's tensor cores are not
     if m <= 256:
@@ -852,7 +728,7 @@ def _tiles_down(
 
 
 def tiles_down(m: int, k_out: int, active: int, properties: runtime.DeviceProperties) -> tuple[triton.Config, int]:
-    """The tiles of the down kernel, and into how many shares the listed neurons are split."""
+    """Choose the tiles of the down kernel, and into how many shares the listed neurons are split."""
     if m <= 256:
         *tiles, stages, warps, programs = _tuned(TILES_DOWN, m, active)
         if m <= 16 and FEW < active < MANY and k_out <= FEW_OUTPUTS:
@@ -871,7 +747,7 @@ def tiles_down(m: int, k_out: int, active: int, properties: runtime.DeviceProper
 
 
 def _stages(wanted: int, stage_bytes: int, properties: runtime.DeviceProperties) -> int:
-    """As many stages as fit; AMD's pipeline keeps the newest in registers."""
+    """Return as many stages as fit; AMD's pipeline keeps the newest in registers."""
     # The listed ids, and what changes its layout, lie in shared memory too.
     room = properties.shared_memory_per_program - 12 * 1024
     while wanted > 2 and (wanted - properties.is_amd) * stage_bytes > room:

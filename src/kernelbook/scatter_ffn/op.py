@@ -1,4 +1,4 @@
-"""Public functions, then three operators: the product with listed rows, the block of listed neurons, and the gradients of both."""
+"""Public functions, then two operators: the block of listed neurons, or its first product alone, and the gradients of both."""
 
 import dataclasses
 import functools
@@ -13,12 +13,12 @@ from torch.compiler import is_dynamo_compiling
 from kernelbook import arguments, runtime  # before Triton, which it sets up
 from kernelbook.launch import Launch, cdiv, launcher
 from kernelbook.linear import linear, product
-from kernelbook.memory import accumulator, empty, tl_accumulator
+from kernelbook.memory import accumulator, counters, empty, tl_accumulator
 from kernelbook.operators import Op
 from kernelbook.scatter_ffn import kernels
 from kernelbook.tensors import has_aligned_rows, matrix, strided
 
-__all__ = ["ACTIVATIONS", "gather_matmul", "scatter_ffn"]
+__all__ = ["ACTIVATIONS", "check_ffn", "ffn_backward", "gather_matmul", "scatter_ffn"]
 
 _FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": F.relu,
@@ -28,7 +28,6 @@ _FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
 }
 ACTIVATIONS = tuple(_FUNCTIONS)
-PRECISION = "ieee"  # of float32 in tiles, which only tests multiply so: it is left to cuBLAS
 
 
 def gather_matmul(
@@ -54,7 +53,7 @@ def gather_matmul(
         TypeError: an argument is not a tensor of a supported dtype, or dtypes differ.
         ValueError: a shape, a device, ``activation`` or (where they are checked) an id is not as above.
     """
-    return _gather(x, weight, bias, rows, activation)  # type: ignore[no-any-return]
+    return _ffn(x, weight, None, None, bias, None, None, rows, activation)  # type: ignore[no-any-return]
 
 
 def scatter_ffn(
@@ -94,13 +93,15 @@ def scatter_ffn(
         ValueError: a shape, a device, ``activation`` or (where they are checked) an id is not as above.
     """
     arguments.check_choice("scatter_ffn", "activation", activation, ACTIVATIONS)
+    if w_down is None:
+        arguments.check_tensor("scatter_ffn", "w_down", w_down)
     if neurons is not None:
         return _ffn(x, w_up, w_down, w_gate, b_up, b_gate, b_down, neurons, activation)  # type: ignore[no-any-return]
     x, w_up, w_down, w_gate, b_up, b_gate, b_down = arguments.in_autocast_dtype(
         x, w_up, w_down, w_gate, b_up, b_gate, b_down
     )
     if not is_dynamo_compiling():
-        _check_ffn(x, w_up, w_down, w_gate, b_up, b_gate, b_down, neurons, activation)
+        check_ffn("scatter_ffn", x, w_up, w_down, w_gate, b_up, b_gate, b_down, neurons, activation)
     act, h = _FUNCTIONS[activation], linear(x, w_up, b_up)
     h = act(h) if w_gate is None else act(linear(x, w_gate, b_gate)) * h
     return linear(h, w_down.t(), b_down)
@@ -130,63 +131,52 @@ def _padded(count: int) -> int:
 
 
 def _wide(weight: torch.Tensor) -> bool:
-    """Whether rows are contiguous, begin on 16 bytes and end there."""
+    """Tell whether rows are contiguous, begin on 16 bytes and end there."""
     return has_aligned_rows(weight) and weight.shape[1] * weight.element_size() % 16 == 0
 
 
 def _plan_up(
-    tiles: kernels.Plan, m: int, columns: int, weight: torch.Tensor, activation: str | None, has_bias: bool = False,
-    gated: bool = False, has_gate_bias: bool = False, pdl: bool = False,
-) -> _Product:  # fmt: skip
+    tiles: kernels.Plan, m: int, columns: int, weights: Sequence[Any], activation: str | None, pdl: bool = False
+) -> _Product:
     if tiles.strategy == "packed":
         return _Product(activation)
     assert tiles.up is not None
     blocks, is_vector = tiles.up.kwargs, tiles.strategy == "vector"
-    constants = {
-        "ACTIVATION": activation or "none", "HAS_BIAS": has_bias, "GATED": gated, "HAS_GATE_BIAS": has_gate_bias,
-        "ACC": tl_accumulator(weight.dtype), "PDL": pdl, "num_warps": tiles.up.num_warps,
-    }  # fmt: skip
+    acc = tl_accumulator(weights[0].dtype)
+    constants = {"ACTIVATION": activation or "none", "ACC": acc, "PDL": pdl, "num_warps": tiles.up.num_warps}
     if is_vector:
-        if not _wide(weight):
+        if not all(_wide(weight) for weight in weights if weight is not None):
             blocks = {**blocks, "BLOCK_K": min(blocks["BLOCK_K"], 512)}  # loads of one element: fewer at a time
-        launch = launcher(kernels._gather_matmul_fwd_vector_kernel, **constants, **blocks)
+        launch = launcher(kernels._gather_matmul_fwd_vector_kernel, repeatable=True, **constants, **blocks)
         return _Product(activation, launch, (cdiv(columns, blocks["BLOCK_L"]),), tiles.up_split, is_vector)
-    constants |= {"PRECISION": PRECISION, "SPLIT": tiles.up_split > 1}
     num_tiles = cdiv(m, blocks["BLOCK_M"]) * cdiv(columns, blocks["BLOCK_L"])
     launch = launcher(kernels._gather_matmul_fwd_tiles_kernel, **constants, **blocks)
     return _Product(activation, launch, (num_tiles, tiles.up_split), tiles.up_split, is_vector)
 
 
-def _plan_down(
-    tiles: kernels.Plan, m: int, weight: torch.Tensor, has_bias: bool = False, pdl: bool = False
-) -> _Product:
-    """The first number of its grid is the tiles of the result."""
+def _plan_down(tiles: kernels.Plan, m: int, weight: torch.Tensor, pdl: bool = False) -> _Product:
+    """Plan the product; the first number of its grid is the tiles of the result."""
     if tiles.strategy == "packed":
         return _Product()
     assert tiles.down is not None
     blocks, split, is_vector = tiles.down.kwargs, tiles.down_split, tiles.strategy == "vector"
-    constants = {
-        "HAS_BIAS": has_bias, "ACC": tl_accumulator(weight.dtype), "SPLIT": split > 1, "PDL": pdl,
-        "num_warps": tiles.down.num_warps, **({"launch_pdl": True} if pdl else {}),
-    }  # fmt: skip
+    constants = {"ACC": tl_accumulator(weight.dtype), "PDL": pdl, "num_warps": tiles.down.num_warps}
+    constants |= {"launch_pdl": True} if pdl else {}
     columns = cdiv(weight.shape[1], blocks["BLOCK_C"])
     if is_vector:
         launch = launcher(kernels._scatter_ffn_fwd_down_vector_kernel, **constants, **blocks)
         return _Product(None, launch, (columns, split), split, is_vector)
     if not (pdl and _wide(weight)):
         blocks = {**blocks, "AHEAD": 0}
-    launch = launcher(kernels._scatter_ffn_fwd_down_tiles_kernel, **constants, PRECISION=PRECISION, **blocks)
+    launch = launcher(kernels._scatter_ffn_fwd_down_tiles_kernel, **constants, **blocks)
     return _Product(None, launch, (cdiv(m, blocks["BLOCK_M"]) * columns, split), split, is_vector)
 
 
 def _run_up(
     up: _Product, out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: Any, gate: Any, gate_bias: Any,
-    rows: torch.Tensor, counters: torch.Tensor | None = None, packed: dict[int, torch.Tensor] | None = None,
+    rows: torch.Tensor, packed: dict[int, torch.Tensor] | None = None,
 ) -> None:  # fmt: skip
-    """Fill out (M, L or L_pad) with act(x weight[rows]^T) or its gated form, zero from L on. x (M, K).
-
-    ``counters`` become zero, for the kernel that comes next, which may start early.
-    """
+    """Fill out (M, L or L_pad) with act(x weight[rows]^T) or its gated form, zero from L on. x (M, K)."""
     if out.numel() == 0:
         return
     if up.launch is None:
@@ -199,20 +189,24 @@ def _run_up(
         rows,
         x, *x.stride(),
         weight, *weight.stride(),
-        *strided(bias, 1, x), *strided(gate, 2, x), *strided(gate_bias, 1, x),
+        *strided(bias, 1), *strided(gate, 2), *strided(gate_bias, 1),
         out, out.stride(0),
     )  # fmt: skip
-    to_zero, semaphores = (rows, 0) if counters is None else (counters, counters.shape[0])
-    numbers = (m, weight.shape[0], k, rows.shape[0], columns, semaphores)
+    numbers = (m, weight.shape[0], k, rows.shape[0], columns)
     if up.is_vector:
-        up.launch(up.grid, *operands, to_zero, *numbers)
-        return
-    partial, own_counters = out, out
-    if up.split > 1:
-        shape = (up.split if gate is None else 2 * up.split, m, columns)
-        partial = empty(shape, accumulator(x.dtype), x)
-        own_counters = x.new_zeros(up.grid[0], dtype=torch.int32)
-    up.launch(up.grid, *operands, partial, m * columns, own_counters, to_zero, *numbers, up.split)
+        up.launch(up.grid, *operands, *numbers)
+    else:
+        shares = _memory_of_shares(up, (1 if gate is None else 2, m, columns), x)
+        up.launch(up.grid, *operands, *shares, *numbers, up.split)
+
+
+def _memory_of_shares(product: _Product, shape: tuple[int, int, int], x: torch.Tensor) -> tuple[Any, int, Any]:
+    """-> partial sums of this shape, the elements of a share, and semaphores of the tiles; where nothing is shared, ``None``."""
+    results, m, columns = shape
+    if product.split == 1:
+        return None, 0, None
+    partial = empty((results * product.split, m, columns), accumulator(x.dtype), x)
+    return partial, m * columns, counters(product.grid[0], x.device)
 
 
 def _run_up_packed(
@@ -238,7 +232,7 @@ def _run_up_packed(
 
 def _run_down(
     down: _Product, y: torch.Tensor, h: torch.Tensor, weight: torch.Tensor, bias: Any, rows: torch.Tensor,
-    counters: torch.Tensor | None = None, packed: dict[int, torch.Tensor] | None = None,
+    packed: dict[int, torch.Tensor] | None = None,
 ) -> None:  # fmt: skip
     """Fill y (M, K_out) with h[:, :L] weight[rows] + bias. h (M, L_pad) is zero from L on."""
     if down.launch is None:
@@ -246,19 +240,15 @@ def _run_down(
         return
     if y.numel() == 0:
         return
-    (m, k_out), partial = y.shape, y
-    if down.split > 1:
-        partial = empty((down.split, m, k_out), accumulator(h.dtype), h)
-        counters = h.new_zeros(down.grid[0], dtype=torch.int32) if counters is None else counters
+    m, k_out = y.shape
     down.launch(
         down.grid,
         rows,
         h, h.stride(0),
         weight, *weight.stride(),
-        *strided(bias, 1, h),
+        *strided(bias, 1),
         y, y.stride(0),
-        partial, m * k_out,
-        rows if counters is None else counters,
+        *_memory_of_shares(down, (1, m, k_out), h),
         m, weight.shape[0], k_out, rows.shape[0], *(() if down.is_vector else (h.shape[1],)), down.split,
     )  # fmt: skip
 
@@ -290,15 +280,14 @@ def _run_hidden(
     if h.numel():
         config = kernels.HIDDEN_CONFIG
         launch = launcher(
-            kernels._scatter_ffn_hidden_kernel, ACTIVATION=activation or "none", GATED=g is not None,
-            WITH_GRADIENTS=dh is not None, ACC=tl_accumulator(u.dtype), **config.kwargs, num_warps=config.num_warps,
+            kernels._scatter_ffn_hidden_kernel, ACTIVATION=activation or "none", ACC=tl_accumulator(u.dtype),
+            **config.kwargs, num_warps=config.num_warps,
         )  # fmt: skip
-        tensors = (u if t is None else t for t in (g, dh, h, du, dg))
         grid = (cdiv(columns, config.kwargs["BLOCK_L"]), cdiv(m, config.kwargs["BLOCK_M"]))
-        launch(grid, u, u.stride(0), *tensors, m, columns)
+        launch(grid, u, u.stride(0), g, dh, h, du, dg, m, columns)
 
 
-# --- the product with listed rows -------------------------------------------------------------------------------------
+# --- the block of listed neurons, or without w_down its first product ---------------------------------------------------
 # What PyTorch computes, here and below, goes to ``out=``, which autocast leaves alone.
 
 
@@ -312,39 +301,11 @@ def _check_gather(x: Any, weight: Any, bias: Any, rows: Any, activation: Any) ->
     arguments.check_same_device(op, x=x, rows=rows)
 
 
-def _plan_gather(
-    x: torch.Tensor, weight: torch.Tensor, bias: Any, rows: torch.Tensor, activation: Any
-) -> _Product | None:
-    m, count = math.prod(x.shape[:-1]), rows.shape[0]
-    if m * count == 0:
-        return None
-    return _plan_up(_choose_tiles(x, x.shape[-1], count), m, count, weight, activation, bias is not None)
-
-
-def _run_gather(
-    up: _Product, outputs: tuple[torch.Tensor], x: torch.Tensor, weight: torch.Tensor, bias: Any, rows: torch.Tensor, _: Any
-) -> None:  # fmt: skip
-    arguments.check_index_values("gather_matmul", "rows", rows, weight.shape[0])
-    _run_up(up, matrix(outputs[0]), matrix(x), weight, bias, None, None, rows.contiguous())
-
-
-def _gradients_of_gather(call: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-    """-> the gradients of x, weight and bias."""
-    (x, weight, bias), [rows] = call.saved, call.kept
-    needs_dx, needs_dw, needs_db, _ = (dtype is not None for dtype in call.wanted)
-    needs = needs_dx, needs_dw, False, False, needs_db, False, False
-    dx, dw, _, _, db, _, _ = _ffn_backward(dy, x, weight, None, None, bias, None, rows, call.activation, needs)
-    return dx, dw, db
-
-
-# --- the block of listed neurons ----------------------------------------------------------------------------------------
-
-
 @arguments.once
-def _check_ffn(
-    x: Any, w_up: Any, w_down: Any, w_gate: Any, b_up: Any, b_gate: Any, b_down: Any, neurons: Any, activation: Any
-) -> None:
-    op = "scatter_ffn"
+def check_ffn(
+    op: str, x: Any, w_up: Any, w_down: Any, w_gate: Any, b_up: Any, b_gate: Any, b_down: Any, neurons: Any, activation: Any
+) -> None:  # fmt: skip
+    """Raise unless the arguments are right for a block of the public function ``op``."""
     arguments.check_linear(op, x, "w_up", w_up)
     n = w_up.shape[0]
     arguments.check_tensor(op, "w_down", w_down)
@@ -362,51 +323,69 @@ def _check_ffn(
         arguments.check_same_device(op, x=x, neurons=neurons)
 
 
+def _check(
+    x: Any, w_up: Any, w_down: Any, w_gate: Any, b_up: Any, b_gate: Any, b_down: Any, neurons: Any, activation: Any
+) -> None:
+    if w_down is None:
+        _check_gather(x, w_up, b_up, neurons, activation)
+    else:
+        check_ffn("scatter_ffn", x, w_up, w_down, w_gate, b_up, b_gate, b_down, neurons, activation)
+
+
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class _Plan:
-    """What is decided for a kind of forward pass."""
+    """What is decided for a kind of forward or backward pass."""
 
-    padded: int  # columns of h; 0: no neuron is listed
+    columns: int  # of h; 0: no neuron is listed
     up: _Product = _Product()
     down: _Product = _Product()
-    counters: int = 0  # of the down kernel, which the up kernel sets to zero
 
 
-def _plan_ffn(
-    x: torch.Tensor, w_up: torch.Tensor, w_down: torch.Tensor, w_gate: Any, b_up: Any, b_gate: Any, b_down: Any,
-    neurons: torch.Tensor, activation: str,
+def _plan(
+    x: torch.Tensor, w_up: torch.Tensor, w_down: Any, w_gate: Any, b_up: Any, b_gate: Any, b_down: Any,
+    neurons: torch.Tensor, activation: str | None,
 ) -> _Plan | None:  # fmt: skip
-    m, k_out, count = math.prod(x.shape[:-1]), w_down.shape[1], neurons.shape[0]
-    if m * k_out == 0 or (count == 0 and b_down is None):
+    m, count, weights = math.prod(x.shape[:-1]), neurons.shape[0], (w_up, w_gate)
+    if w_down is None:
+        up = _plan_up(_choose_tiles(x, x.shape[-1], count), m, count, weights, activation) if m * count else None
+        return None if up is None else _Plan(count, up)
+    if m * w_down.shape[1] == 0 or (count == 0 and b_down is None):
         return None
     if count == 0:
         return _Plan(0)
-    gated = w_gate is not None
-    tiles = _choose_tiles(x, k_out, count, gated)
+    tiles = _choose_tiles(x, w_down.shape[1], count, w_gate is not None)
     pdl = (tiles.strategy == "vector" or count <= kernels.EARLY) and runtime.properties(x.device).has_pdl
-    down = _plan_down(tiles, m, w_down, b_down is not None, pdl)
-    up = _plan_up(tiles, m, _padded(count), w_up, activation, b_up is not None, gated, b_gate is not None, pdl)
-    return _Plan(_padded(count), up, down, down.grid[0] if down.split > 1 else 0)
+    up = _plan_up(tiles, m, _padded(count), weights, activation, pdl)
+    return _Plan(_padded(count), up, _plan_down(tiles, m, w_down, pdl))
 
 
-def _run_ffn(
-    plan: _Plan, outputs: tuple[torch.Tensor], x: torch.Tensor, w_up: torch.Tensor, w_down: torch.Tensor, w_gate: Any,
-    b_up: Any, b_gate: Any, b_down: Any, neurons: torch.Tensor, _: str,
+def _run(
+    plan: _Plan, outputs: tuple[torch.Tensor], x: torch.Tensor, w_up: torch.Tensor, w_down: Any, w_gate: Any,
+    b_up: Any, b_gate: Any, b_down: Any, neurons: torch.Tensor, _: Any,
 ) -> None:  # fmt: skip
-    arguments.check_index_values("scatter_ffn", "neurons", neurons, w_up.shape[0])
-    if plan.padded == 0:
+    names = ("gather_matmul", "rows") if w_down is None else ("scatter_ffn", "neurons")
+    arguments.check_index_values(*names, neurons, w_up.shape[0])
+    if plan.columns == 0:
         outputs[0].copy_(b_down)
         return
     x, y, neurons = matrix(x), matrix(outputs[0]), neurons.contiguous()
-    h = empty((x.shape[0], plan.padded), x.dtype, x)
-    counters = empty((plan.counters,), torch.int32, x) if plan.counters else None
-    _run_up(plan.up, h, x, w_up, b_up, w_gate, b_gate, neurons, counters)
-    _run_down(plan.down, y, h, w_down, b_down, neurons, counters)
+    h = y if w_down is None else empty((x.shape[0], plan.columns), x.dtype, x)
+    _run_up(plan.up, h, x, w_up, b_up, w_gate, b_gate, neurons)
+    if w_down is not None:
+        _run_down(plan.down, y, h, w_down, b_down, neurons)
 
 
-def _gradients_of_ffn(call: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+def _outputs(
+    x: torch.Tensor, w_up: torch.Tensor, w_down: Any, w_gate: Any, b_up: Any, b_gate: Any, b_down: Any,
+    neurons: torch.Tensor, _: Any,
+) -> tuple[torch.Tensor]:  # fmt: skip
+    columns = neurons.shape[0] if w_down is None else w_down.shape[1]
+    return (empty((*x.shape[:-1], columns), x.dtype, x),)
+
+
+def _gradients(call: Any, dy: torch.Tensor) -> tuple[Any, ...]:
     needs = [dtype is not None for dtype in call.wanted[:7]]
-    return _ffn_backward(dy, *call.saved, *call.kept, call.activation, needs)  # type: ignore[no-any-return]
+    return ffn_backward(dy, *call.saved, *call.kept, call.activation, needs)  # type: ignore[no-any-return]
 
 
 # --- gradients of both --------------------------------------------------------------------------------------------------
@@ -421,64 +400,46 @@ def _outputs_backward(
     return tuple(empty(shape, x.dtype, x) if needed else None for shape, needed in pairs)
 
 
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class _BackwardPlan:
-    """What is decided for a kind of backward pass. Products are recomputed: they are cheap beside the weights' gradients."""
-
-    padded: int
-    up: _Product
-    dx: _Product
-    gate: _Product = _Product()
-    dx_by_gate: _Product = _Product()
-    dh: _Product = _Product()  # with the same rows that h is multiplied by
-
-
 def _plan_backward(
     dy: torch.Tensor, x: torch.Tensor, w_up: torch.Tensor, w_down: Any, w_gate: Any, b_up: Any, b_gate: Any,
     rows: torch.Tensor, *_: Any,
-) -> _BackwardPlan | None:  # fmt: skip
+) -> _Plan | None:  # fmt: skip
+    """Plan the gradients. Products are recomputed: they are cheap beside the weights' gradients."""
     if dy.numel() == 0:
         return None
     m, padded = math.prod(x.shape[:-1]), _padded(rows.shape[0])
     tiles = _choose_tiles(x, x.shape[-1] if w_down is None else w_down.shape[1], rows.shape[0])
-    plan_up, plan_down = (functools.partial(plan, tiles, m) for plan in (_plan_up, _plan_down))
-    up, dx = plan_up(padded, w_up, None, b_up is not None), plan_down(w_up)
-    gate = dx_by_gate = dh = _Product()
-    if w_gate is not None:
-        gate, dx_by_gate = plan_up(padded, w_gate, None, b_gate is not None), plan_down(w_gate)
-    if w_down is not None:
-        dh = plan_up(padded, w_down, None)
-    return _BackwardPlan(padded, up, dx, gate, dx_by_gate, dh)
+    return _Plan(padded, _plan_up(tiles, m, padded, (w_up, w_gate, w_down), None), _plan_down(tiles, m, w_up))
 
 
 def _run_backward(
-    plan: _BackwardPlan, outputs: tuple[Any, ...], dy: torch.Tensor, x: torch.Tensor, w_up: torch.Tensor, w_down: Any,
+    plan: _Plan, outputs: tuple[Any, ...], dy: torch.Tensor, x: torch.Tensor, w_up: torch.Tensor, w_down: Any,
     w_gate: Any, b_up: Any, b_gate: Any, rows: torch.Tensor, activation: str | None, _: Any,
 ) -> None:  # fmt: skip
     dx, dw_up, dw_down, dw_gate, db_up, db_gate, db_down = outputs
     x, dy, rows, packed = matrix(x), matrix(dy), rows.contiguous(), dict[int, torch.Tensor]()
     g = h = dg = None
     if w_down is None:
-        dh = F.pad(dy, (0, extra)) if (extra := plan.padded - rows.shape[0]) else dy.contiguous()
+        dh = F.pad(dy, (0, extra)) if (extra := plan.columns - rows.shape[0]) else dy.contiguous()
     else:
-        dh = empty((x.shape[0], plan.padded), x.dtype, x)
+        dh = empty((x.shape[0], plan.columns), x.dtype, x)
     if w_down is None and activation is None:
         du = dh
     else:
         u, h, du = torch.empty_like(dh), torch.empty_like(dh), torch.empty_like(dh)
-        _run_up(plan.up, u, x, w_up, b_up, None, None, rows, None, packed)
+        _run_up(plan.up, u, x, w_up, b_up, None, None, rows, packed)
         if w_gate is not None:
             g, dg = torch.empty_like(dh), torch.empty_like(dh)
-            _run_up(plan.gate, g, x, w_gate, b_gate, None, None, rows, None, packed)
+            _run_up(plan.up, g, x, w_gate, b_gate, None, None, rows, packed)
         if w_down is not None:
-            _run_up(plan.dh, dh, dy, w_down, None, None, None, rows, None, packed)
+            _run_up(plan.up, dh, dy, w_down, None, None, None, rows, packed)
         _run_hidden(h, u, g, activation, dh, du, dg)
     if dx is not None:
         dx = matrix(dx)
-        _run_down(plan.dx, dx, du, w_up, None, rows, None, packed)
+        _run_down(plan.down, dx, du, w_up, None, rows, packed)
         if dg is not None:
             by_gate = torch.empty_like(dx)
-            _run_down(plan.dx_by_gate, by_gate, dg, w_gate, None, rows, None, packed)
+            _run_down(plan.down, by_gate, dg, w_gate, None, rows, packed)
             torch.add(dx, by_gate, out=dx)
     products = ((du, x, dw_up), (h, dy, dw_down), (dg, x, dw_gate), (du, None, db_up), (dg, None, db_gate))
     pairs = [(_wgrad(a, b), out) for a, b, out in products if a is not None and out is not None]
@@ -516,30 +477,19 @@ def _place(rows: torch.Tensor, n: int, pairs: Sequence[tuple[torch.Tensor, torch
 
 # --- operators ------------------------------------------------------------------------------------------------------
 
-_gather = Op(
-    "gather_matmul(Tensor x, Tensor weight, Tensor? bias, Tensor rows, str? activation) -> Tensor",
-    check=_check_gather,
-    outputs=lambda x, weight, bias, rows, _: (empty((*x.shape[:-1], rows.shape[0]), x.dtype, x),),
-    plan=_plan_gather,
-    run=_run_gather,
-    saves=("x", "weight", "bias"),
-    keeps=("rows",),
-    autocast=("x", "weight", "bias"),
-    backward=_gradients_of_gather,
-)
 _ffn = Op(
-    "scatter_ffn(Tensor x, Tensor w_up, Tensor w_down, Tensor? w_gate, Tensor? b_up, Tensor? b_gate, Tensor? b_down, "
-    "Tensor neurons, str activation) -> Tensor",
-    check=_check_ffn,
-    outputs=lambda x, w_up, w_down, *_: (empty((*x.shape[:-1], w_down.shape[1]), x.dtype, x),),
-    plan=_plan_ffn,
-    run=_run_ffn,
+    "scatter_ffn(Tensor x, Tensor w_up, Tensor? w_down, Tensor? w_gate, Tensor? b_up, Tensor? b_gate, Tensor? b_down, "
+    "Tensor neurons, str? activation) -> Tensor",
+    check=_check,
+    outputs=_outputs,
+    plan=_plan,
+    run=_run,
     saves=("x", "w_up", "w_down", "w_gate", "b_up", "b_gate"),
     keeps=("neurons",),
     autocast=("x", "w_up", "w_down", "w_gate", "b_up", "b_gate", "b_down"),
-    backward=_gradients_of_ffn,
+    backward=_gradients,
 )
-_ffn_backward = Op(
+ffn_backward = Op(
     "scatter_ffn_backward(Tensor dy, Tensor x, Tensor w_up, Tensor? w_down, Tensor? w_gate, Tensor? b_up, Tensor? b_gate, "
     "Tensor neurons, str? activation, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     check=lambda *_: None,

@@ -32,26 +32,34 @@ from kernelbook.tiles import grouped
 import triton
 import triton.language as tl
 
+BLOCK_A = tl.constexpr(256)  # ids looked at in a step
+BLOCK_ZERO = tl.constexpr(8192)  # zeros written in a step
+
 # --- device helpers -------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _features(ids_ptr, pos, A, d_out, CHUNK: tl.constexpr, ALIGN: tl.constexpr):
-    """The features (int64) at active positions ``pos``; at least d_out where there is none."""
+def _features(ids_ptr, pos, A, d_out, CHUNK: tl.constexpr):
+    """Find the features (int64) at active positions ``pos``; at least d_out where there is none."""
     slot = pos // CHUNK
     chunk = tl.load(ids_ptr + slot, mask=slot < A, other=-1).to(tl.int64)
     num_chunks = tl.cdiv(d_out, CHUNK)
     chunk = tl.where((chunk >= 0) & (chunk < num_chunks), chunk, num_chunks)
-    features = chunk * CHUNK + pos % CHUNK
-    # ALIGN divides CHUNK: so many neighbours come from one chunk, and loads of theirs can be wide.
+    return _aligned(chunk * CHUNK + pos % CHUNK, CHUNK)
+
+
+@triton.jit
+def _aligned(features, CHUNK: tl.constexpr):
+    """Return the features with the hint that so many neighbours come from one chunk: loads of theirs can be wide."""
+    ALIGN: tl.constexpr = 64 if CHUNK % 64 == 0 else CHUNK & -CHUNK
     return tl.max_contiguous(tl.multiple_of(features, ALIGN), ALIGN)
 
 
 @triton.jit
-def _slot_of(ids_ptr, chunk, A, BLOCK_A: tl.constexpr):
-    """Where ``ids`` has ``chunk``, or -1."""
+def _slot_of(ids_ptr, chunk, A):
+    """Find where ``ids`` has ``chunk``, or -1."""
     found = tl.full((BLOCK_A,), -1, tl.int32)
-    for start in range(0, A, BLOCK_A):
+    for start in range(A):
         offs = start + tl.arange(0, BLOCK_A)
         ids = tl.load(ids_ptr + offs, mask=offs < A, other=-1)
         found = tl.maximum(found, tl.where(ids == chunk, offs, -1))
@@ -64,217 +72,138 @@ def _slot_of(ids_ptr, chunk, A, BLOCK_A: tl.constexpr):
 
 @triton.jit
 def _dw_products(
-    dy_ptrs, step_dy, mask_n,
-    x_ptrs, step_x, mask_d,
+    x_ptrs, step_x, mask_d, x_desc, offset_d,
+    dy_ptrs, step_dy, mask_n, dy_desc, columns,
     low, high,
-    WITH_DB: tl.constexpr,
-    ACC: tl.constexpr, PRECISION: tl.constexpr, EVEN_M: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
+    WITH_DB: tl.constexpr, ACC: tl.constexpr, EVEN_M: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """-> the sum over rows [low, high) of dy^T x (BLOCK_R, BLOCK_D), and of dy (BLOCK_R,)."""
-    sums = tl.zeros((BLOCK_K, BLOCK_R), ACC)
-    if WITH_DB:
-        # A loop of its own. In the loop below dy would be read from shared
-        # memory by the tensor cores and, for the sums, into registers: with
-        # triton 3.6 on an H200 the pipelined copies then overtake a tensor
-        # core now and then, and a tile of dW comes out wrong (seen with
-        # ordinary loads, never with descriptors). 2026-11; try again with each
-        # new Triton: tests/test_sparse_linear.py repeats such a launch often.
-        db_ptrs = dy_ptrs
-        for k in tl.range(low, high, BLOCK_K, num_stages=3):
-            mask_k = k + tl.arange(0, BLOCK_K) < high
-            mask_dy = mask_k[:, None] & mask_n[None, :]
-            sums += tl.load(db_ptrs, mask=mask_dy, other=0.0).to(ACC)
-            db_ptrs += step_dy
-    acc = tl.zeros((BLOCK_R, BLOCK_D), ACC)
+    """Sum over the rows [low, high): for each of ``columns`` dy^T x (ROWS, BLOCK_D), and dy^T 1 (ROWS,).
+
+    By descriptors each of ``columns`` is the first feature of a box; by pointers there is one, which nobody looks at.
+    """
+    accs = ()
+    sums = ()
+    for _ in tl.static_range(len(columns)):
+        accs = accs + (tl.zeros((ROWS, BLOCK_D), ACC),)
+        sums = sums + (tl.zeros((ROWS, 16), ACC),)
+    # dy is summed by the tensor cores too. A tile that the loop's pipeline copies to shared memory, for them and for
+    # registers, comes out wrong now and then: with triton 3.6 on an H200 the next copy may overtake a tensor core.
+    sixteenths = tl.full((BLOCK_K, 16), 1 / 16, dy_ptrs.dtype.element_ty)
     for k in range(low, high, BLOCK_K):
-        if EVEN_M:
-            mask_dy = mask_n[None, :]
-            mask_x = mask_d[None, :]
+        mask_k = k + tl.arange(0, BLOCK_K) < high
+        if x_desc is not None:
+            x = x_desc.load([k, offset_d])  # (BLOCK_K, BLOCK_D)
+        elif EVEN_M:
+            x = tl.load(x_ptrs, mask=mask_d[None, :], other=0.0)
         else:
-            mask_k = k + tl.arange(0, BLOCK_K) < high
-            mask_dy = mask_k[:, None] & mask_n[None, :]
-            mask_x = mask_k[:, None] & mask_d[None, :]
-        dy = tl.load(dy_ptrs, mask=mask_dy, other=0.0)  # (BLOCK_K, BLOCK_R)
-        x = tl.load(x_ptrs, mask=mask_x, other=0.0)  # (BLOCK_K, BLOCK_D)
-        # Both lie with the reduction in their slow dimension; tensor cores
-        # read 16-bit tiles either way round.
-        acc = tl.dot(
-            tl.trans(dy), x, acc, input_precision=PRECISION, out_dtype=ACC
-        )  # fmt: skip
-        dy_ptrs += step_dy
+            x = tl.load(x_ptrs, mask=mask_k[:, None] & mask_d[None, :], other=0.0)
+        new_accs = ()
+        new_sums = ()
+        for j in tl.static_range(len(columns)):
+            if x_desc is not None:
+                dy = dy_desc.load([k, columns[j]])  # (BLOCK_K, ROWS)
+            elif EVEN_M:
+                dy = tl.load(dy_ptrs, mask=mask_n[None, :], other=0.0)
+            else:
+                dy = tl.load(dy_ptrs, mask=mask_k[:, None] & mask_n[None, :], other=0.0)
+            # Both lie with the reduction in their slow dimension; tensor cores read 16-bit tiles either way round.
+            new_accs = new_accs + (tl.dot(tl.trans(dy), x, accs[j], input_precision="ieee", out_dtype=ACC),)
+            if WITH_DB:
+                of_dy = tl.dot(tl.trans(dy), sixteenths, sums[j], input_precision="ieee", out_dtype=ACC)
+                new_sums = new_sums + (of_dy,)
+            else:
+                new_sums = new_sums + (sums[j],)
+        accs = new_accs
+        sums = new_sums
         x_ptrs += step_x
-    return acc, tl.sum(sums, axis=0)
+        dy_ptrs += step_dy
+    totals = ()
+    for j in tl.static_range(len(columns)):
+        totals = totals + (tl.sum(sums[j], axis=1),)
+    return accs, totals
 
 
 @triton.jit
 def _dw_tile(
     tile, ids_ptr,
-    x_ptr, stride_xm, stride_xk,
-    dy_ptr, stride_dym, stride_dyn,
+    x_ptr, stride_xm, stride_xk, x_desc,
+    dy_ptr, stride_dym, stride_dyn, dy_desc,
     dw_ptr, db_ptr,
     M, d_in, d_out, A,
-    CHUNK: tl.constexpr, ALIGN: tl.constexpr,
-    DY_COMPACT: tl.constexpr, DW_COMPACT: tl.constexpr, WITH_DB: tl.constexpr,
-    SPLIT: tl.constexpr,
-    ACC: tl.constexpr, PRECISION: tl.constexpr, EVEN_M: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
+    CHUNK: tl.constexpr, DY_COMPACT: tl.constexpr, DW_COMPACT: tl.constexpr, SPLIT: tl.constexpr, EVEN_M: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
+    """Compute a tile of dW by pointers, or by descriptors in boxes of ROWS features, each of which lies in one chunk."""
+    ACC: tl.constexpr = tl.float64 if dy_ptr.dtype.element_ty == tl.float64 else tl.float32
+    ROWS: tl.constexpr = BLOCK_R if dy_desc is None else dy_desc.block_shape[1]
+    tl.static_assert(dy_desc is None or CHUNK % ROWS == 0, "a box lies in one chunk")
     num_r, num_d = tl.cdiv(A * CHUNK, BLOCK_R), tl.cdiv(d_in, BLOCK_D)
     share = tile // (num_r * num_d)
     pid_r, pid_d = grouped(tile % (num_r * num_d), num_r, num_d, GROUP)
-    pos = pid_r * BLOCK_R + tl.arange(0, BLOCK_R)
-    features = _features(ids_ptr, pos, A, d_out, CHUNK, ALIGN)
-    mask_n = features < d_out
+    num_chunks = tl.cdiv(d_out, CHUNK)
+    columns = ()
+    features = ()
+    for j in tl.static_range(BLOCK_R // ROWS):
+        first = pid_r * BLOCK_R + j * ROWS
+        if dy_desc is not None:
+            chunk = tl.load(ids_ptr + first // CHUNK, mask=first // CHUNK < A, other=-1)
+            # Beyond the tensor a descriptor reads zeros.
+            chunk = tl.where((chunk >= 0) & (chunk < num_chunks), chunk, num_chunks).to(tl.int32)
+            columns = columns + (chunk * CHUNK + first % CHUNK,)
+            features = features + (columns[j].to(tl.int64) + tl.arange(0, ROWS),)
+        else:
+            columns = columns + (first,)
+            features = features + (_features(ids_ptr, first + tl.arange(0, ROWS), A, d_out, CHUNK),)
     offs_d = pid_d * BLOCK_D + tl.arange(0, BLOCK_D)
     mask_d = offs_d < d_in
     per_share = tl.cdiv(tl.cdiv(M, BLOCK_K), SPLIT) * BLOCK_K
     low = share * per_share
     high = tl.minimum(low + per_share, M)
     offs_k = (low + tl.arange(0, BLOCK_K)).to(tl.int64)
-    columns = pos.to(tl.int64) if DY_COMPACT else features
+    pos = pid_r * BLOCK_R + tl.arange(0, ROWS)
+    read = pos.to(tl.int64) if DY_COMPACT else features[0]
     dy_rows, x_rows = dy_ptr + offs_k * stride_dym, x_ptr + offs_k * stride_xm
-    dy_ptrs = dy_rows[:, None] + columns[None, :] * stride_dyn
+    dy_ptrs = dy_rows[:, None] + read[None, :] * stride_dyn
     x_ptrs = x_rows[:, None] + offs_d.to(tl.int64)[None, :] * stride_xk
     step_dy = tl.full((), BLOCK_K, tl.int64) * stride_dym
     step_x = tl.full((), BLOCK_K, tl.int64) * stride_xm
-    BY_POSITION: tl.constexpr = DW_COMPACT or SPLIT > 1
-    rows = pos.to(tl.int64) if BY_POSITION else features
-    mask_rows = pos < A * CHUNK if BY_POSITION else mask_n
+    mask_n = features[0] < d_out
+    if db_ptr is not None and pid_d == 0:
+        accs, sums = _dw_products(
+            x_ptrs, step_x, mask_d, x_desc, pid_d * BLOCK_D, dy_ptrs, step_dy, mask_n, dy_desc, columns, low, high,
+            True, ACC, EVEN_M, ROWS, BLOCK_D, BLOCK_K,
+        )  # fmt: skip
+    else:
+        accs, sums = _dw_products(
+            x_ptrs, step_x, mask_d, x_desc, pid_d * BLOCK_D, dy_ptrs, step_dy, mask_n, dy_desc, columns, low, high,
+            False, ACC, EVEN_M, ROWS, BLOCK_D, BLOCK_K,
+        )  # fmt: skip
     # Partial sums: one (A * CHUNK, d_in) after the other.
     base = share.to(tl.int64) * A * CHUNK
-    if WITH_DB and pid_d == 0:
-        acc, sums = _dw_products(
-            dy_ptrs, step_dy, mask_n, x_ptrs, step_x, mask_d, low, high,
-            True, ACC, PRECISION, EVEN_M, BLOCK_R, BLOCK_D, BLOCK_K,
-        )  # fmt: skip
-        db = sums.to(db_ptr.dtype.element_ty)
-        tl.store(db_ptr + base + rows, db, mask=mask_rows)
-    else:
-        acc, _ = _dw_products(
-            dy_ptrs, step_dy, mask_n, x_ptrs, step_x, mask_d, low, high,
-            False, ACC, PRECISION, EVEN_M, BLOCK_R, BLOCK_D, BLOCK_K,
-        )  # fmt: skip
-    dw_ptrs = dw_ptr + (base + rows)[:, None] * d_in + offs_d[None, :]
-    dw = acc.to(dw_ptr.dtype.element_ty)
-    tl.store(dw_ptrs, dw, mask=mask_rows[:, None] & mask_d[None, :])
-
-
-@triton.jit
-def _dw_by_descriptor(
-    dy_desc, x_desc, columns, offset_d, low, high,
-    WITH_DB: tl.constexpr, ACC: tl.constexpr,
-    BOX: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """As ``_dw_products`` with tensor descriptors: a tuple of (BOX, BLOCK_D)
-    products, and one of (BOX,) sums."""
-    accs = ()
-    sums = ()
-    for _ in tl.static_range(len(columns)):
-        accs = accs + (tl.zeros((BOX, BLOCK_D), ACC),)
-        sums = sums + (tl.zeros((BLOCK_K, BOX), ACC),)
-    for k in range(low, high, BLOCK_K):
-        x = x_desc.load([k, offset_d])  # (BLOCK_K, BLOCK_D)
-        new_accs = ()
-        new_sums = ()
-        for j in tl.static_range(len(columns)):
-            dy = dy_desc.load([k, columns[j]])  # (BLOCK_K, BOX)
-            acc = tl.dot(tl.trans(dy), x, accs[j], out_dtype=ACC)
-            new_accs = new_accs + (acc,)
-            if WITH_DB:
-                new_sums = new_sums + (sums[j] + dy.to(ACC),)
-            else:
-                new_sums = new_sums + (sums[j],)
-        accs = new_accs
-        sums = new_sums
-    totals = ()
-    for j in tl.static_range(len(columns)):
-        totals = totals + (tl.sum(sums[j], axis=0),)
-    return accs, totals
-
-
-@triton.jit
-def _dw_tile_by_descriptor(
-    tile, ids_ptr, x_desc, dy_desc, dw_ptr, db_ptr,
-    M, d_in, d_out, A,
-    CHUNK: tl.constexpr, DW_COMPACT: tl.constexpr, WITH_DB: tl.constexpr, SPLIT: tl.constexpr, ACC: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BOX: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    tl.static_assert(CHUNK % BOX == 0 and BLOCK_R % BOX == 0, "a box lies in one chunk")
-    num_r, num_d = tl.cdiv(A * CHUNK, BLOCK_R), tl.cdiv(d_in, BLOCK_D)
-    share = tile // (num_r * num_d)
-    pid_r, pid_d = grouped(tile % (num_r * num_d), num_r, num_d, GROUP)
-    num_chunks = tl.cdiv(d_out, CHUNK)
-    columns = ()
-    for j in tl.static_range(BLOCK_R // BOX):
-        first = pid_r * BLOCK_R + j * BOX
-        chunk = tl.load(ids_ptr + first // CHUNK, mask=first // CHUNK < A, other=-1)
-        # Beyond the tensor a descriptor reads zeros.
-        chunk = tl.where((chunk >= 0) & (chunk < num_chunks), chunk, num_chunks).to(tl.int32)
-        columns = columns + (chunk * CHUNK + first % CHUNK,)
-    per_share = tl.cdiv(tl.cdiv(M, BLOCK_K), SPLIT) * BLOCK_K
-    low = share * per_share
-    high = tl.minimum(low + per_share, M)
-    if WITH_DB and pid_d == 0:
-        accs, sums = _dw_by_descriptor(
-            dy_desc, x_desc, columns, pid_d * BLOCK_D, low, high, True, ACC, BOX, BLOCK_D, BLOCK_K
-        )
-    else:
-        accs, sums = _dw_by_descriptor(
-            dy_desc, x_desc, columns, pid_d * BLOCK_D, low, high, False, ACC, BOX, BLOCK_D, BLOCK_K
-        )
-    offs_d = pid_d * BLOCK_D + tl.arange(0, BLOCK_D)
-    BY_POSITION: tl.constexpr = DW_COMPACT or SPLIT > 1
-    base = share.to(tl.int64) * A * CHUNK
-    for j in tl.static_range(BLOCK_R // BOX):
-        offs_j = tl.arange(0, BOX)
-        first = pid_r * BLOCK_R + j * BOX if BY_POSITION else columns[j]
-        mask_rows = first + offs_j < (A * CHUNK if BY_POSITION else d_out)
-        rows = base + first + offs_j
-        if WITH_DB and pid_d == 0:
+    for j in tl.static_range(BLOCK_R // ROWS):
+        rows = pid_r * BLOCK_R + j * ROWS + tl.arange(0, ROWS) if DW_COMPACT else features[j]
+        mask_rows = rows < (A * CHUNK if DW_COMPACT else d_out)
+        rows = base + rows
+        if db_ptr is not None and pid_d == 0:
             tl.store(db_ptr + rows, sums[j].to(db_ptr.dtype.element_ty), mask=mask_rows)
         dw_ptrs = dw_ptr + rows[:, None] * d_in + offs_d[None, :]
-        tl.store(dw_ptrs, accs[j].to(dw_ptr.dtype.element_ty), mask=mask_rows[:, None] & (offs_d < d_in)[None, :])
-
-
-@triton.jit
-def _dx_tile_by_descriptor(
-    tile, ids_ptr, dy_desc, w_desc, dx_ptr,
-    M, d_in, d_out, A,
-    CHUNK: tl.constexpr, ACC: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    tl.static_assert(CHUNK % BLOCK_K == 0, "a box lies in one chunk")
-    pid_r, pid_d = grouped(tile, tl.cdiv(M, BLOCK_R), tl.cdiv(d_in, BLOCK_D), GROUP)
-    num_chunks = tl.cdiv(d_out, CHUNK)
-    acc = tl.zeros((BLOCK_R, BLOCK_D), ACC)
-    loaded = tl.load(ids_ptr)  # one step ahead, as in _dx_tile
-    for k in range(0, A * CHUNK, BLOCK_K):
-        chunk = tl.where((loaded >= 0) & (loaded < num_chunks), loaded, num_chunks).to(tl.int32)
-        column = chunk * CHUNK + k % CHUNK
-        loaded = tl.load(ids_ptr + tl.minimum((k + BLOCK_K) // CHUNK, A - 1))
-        dy = dy_desc.load([pid_r * BLOCK_R, column])  # (BLOCK_R, BLOCK_K)
-        w = w_desc.load([column, pid_d * BLOCK_D])  # (BLOCK_K, BLOCK_D)
-        acc = tl.dot(dy, w, acc, out_dtype=ACC)
-    offs_m = pid_r * BLOCK_R + tl.arange(0, BLOCK_R)
-    offs_d = pid_d * BLOCK_D + tl.arange(0, BLOCK_D)
-    dx_ptrs = dx_ptr + offs_m.to(tl.int64)[:, None] * d_in + offs_d[None, :]
-    tl.store(dx_ptrs, acc.to(dx_ptr.dtype.element_ty), mask=(offs_m < M)[:, None] & (offs_d < d_in)[None, :])
+        tl.store(dw_ptrs, accs[j].to(dw_ptr.dtype.element_ty), mask=mask_rows[:, None] & mask_d[None, :])
 
 
 @triton.jit
 def _dx_tile(
     tile, ids_ptr,
-    dy_ptr, stride_dym, stride_dyn,
-    w_ptr, stride_wn, stride_wk,
+    dy_ptr, stride_dym, stride_dyn, dy_desc,
+    w_ptr, stride_wn, stride_wk, w_desc,
     dx_ptr,
     M, d_in, d_out, A,
-    CHUNK: tl.constexpr, ALIGN: tl.constexpr,
-    DY_COMPACT: tl.constexpr, W_COMPACT: tl.constexpr,
-    ACC: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, DY_COMPACT: tl.constexpr, W_COMPACT: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
+    """Compute a tile of dX by pointers, or by descriptors, whose boxes of BLOCK_K features lie in one chunk."""
+    tl.static_assert(dy_desc is None or CHUNK % BLOCK_K == 0, "a box lies in one chunk")
+    ACC: tl.constexpr = tl.float64 if dy_ptr.dtype.element_ty == tl.float64 else tl.float32
     pid_r, pid_d = grouped(tile, tl.cdiv(M, BLOCK_R), tl.cdiv(d_in, BLOCK_D), GROUP)
     offs_m = pid_r * BLOCK_R + tl.arange(0, BLOCK_R)
     mask_m = offs_m < M
@@ -290,26 +219,30 @@ def _dx_tile(
     if CHUNK % BLOCK_K == 0:
         chunk = tl.load(ids_ptr).to(tl.int64)  # the step lies in one chunk: a scalar
     else:
-        chunk = _features(ids_ptr, offs_k, A, d_out, CHUNK, ALIGN)
+        features = _features(ids_ptr, offs_k, A, d_out, CHUNK)
     for k in range(0, A * CHUNK, BLOCK_K):
         pos = k + offs_k
         if CHUNK % BLOCK_K == 0:
             chunk = tl.where((chunk >= 0) & (chunk < num_chunks), chunk, num_chunks)
-            features = tl.multiple_of(chunk * CHUNK + k % CHUNK, BLOCK_K) + offs_k
+            first = tl.multiple_of(chunk * CHUNK + k % CHUNK, BLOCK_K)
+            now = first + offs_k
             chunk = tl.load(ids_ptr + tl.minimum((k + BLOCK_K) // CHUNK, A - 1)).to(tl.int64)
         else:
-            features = tl.max_contiguous(tl.multiple_of(chunk, ALIGN), ALIGN)
-            chunk = _features(ids_ptr, pos + BLOCK_K, A, d_out, CHUNK, ALIGN)
-        mask_k = features < d_out
-        columns = pos.to(tl.int64) if DY_COMPACT else features
-        rows = pos.to(tl.int64) if W_COMPACT else features
-        dy = tl.load(
-            dy_rows + columns[None, :] * stride_dyn, mask=mask_m[:, None] & mask_k[None, :], other=0.0
-        )  # (BLOCK_R, BLOCK_K)
-        w = tl.load(
-            w_columns + rows[:, None] * stride_wn, mask=mask_k[:, None] & mask_d[None, :], other=0.0
-        )  # (BLOCK_K, BLOCK_D)
-        acc = tl.dot(dy, w, acc, input_precision=PRECISION, out_dtype=ACC)
+            now = _aligned(features, CHUNK)
+            features = _features(ids_ptr, pos + BLOCK_K, A, d_out, CHUNK)
+        if dy_desc is not None:
+            column = first.to(tl.int32)
+            dy = dy_desc.load([pid_r * BLOCK_R, column])  # (BLOCK_R, BLOCK_K)
+            w = w_desc.load([column, pid_d * BLOCK_D])  # (BLOCK_K, BLOCK_D)
+        else:
+            mask_k = now < d_out
+            columns = pos.to(tl.int64) if DY_COMPACT else now
+            rows = pos.to(tl.int64) if W_COMPACT else now
+            dy_ptrs = dy_rows + columns[None, :] * stride_dyn
+            dy = tl.load(dy_ptrs, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
+            w_ptrs = w_columns + rows[:, None] * stride_wn
+            w = tl.load(w_ptrs, mask=mask_k[:, None] & mask_d[None, :], other=0.0)
+        acc = tl.dot(dy, w, acc, input_precision="ieee", out_dtype=ACC)
     dx_ptrs = dx_ptr + offs_m.to(tl.int64)[:, None] * d_in + offs_d[None, :]
     tl.store(dx_ptrs, acc.to(dx_ptr.dtype.element_ty), mask=mask_m[:, None] & mask_d[None, :])
 
@@ -318,14 +251,13 @@ def _dx_tile(
 def _zero_piece(
     piece, ids_ptr, dw_ptr, db_ptr,
     d_in, d_out, A,
-    CHUNK: tl.constexpr, WITH_DB: tl.constexpr,
-    BLOCK_A: tl.constexpr, BLOCK_ZERO: tl.constexpr, ZERO_PIECE: tl.constexpr,
+    CHUNK: tl.constexpr, ZERO_PIECE: tl.constexpr,
 ):  # fmt: skip
-    """Writes zeros into a piece of an inactive chunk of dW, and with the first into db."""
+    """Write zeros into a piece of an inactive chunk of dW, and with the first into db."""
     pieces = tl.cdiv(tl.full((), CHUNK, tl.int64) * d_in, ZERO_PIECE)
     chunk = piece // pieces
     piece = piece % pieces
-    if _slot_of(ids_ptr, chunk, A, BLOCK_A) < 0:
+    if _slot_of(ids_ptr, chunk, A) < 0:
         first = chunk * CHUNK
         last = tl.minimum(first + CHUNK, d_out)
         start = first.to(tl.int64) * d_in
@@ -336,35 +268,33 @@ def _zero_piece(
             offs = offset + tl.arange(0, BLOCK_ZERO)
             # ".cs": the zeros are not read soon, so they should not push operands out of the L2 cache.
             tl.store(dw_ptr + start + offs, zeros, mask=offs < count, cache_modifier=".cs")
-        if WITH_DB and piece == 0:
+        if db_ptr is not None and piece == 0:
             offs = first + tl.arange(0, triton.next_power_of_2(CHUNK))
             tl.store(db_ptr + offs, tl.zeros(offs.shape, db_ptr.dtype.element_ty), mask=offs < last)
 
 
-@triton.jit(do_not_specialize=["A", "num_dw", "num_dx", "num_zero", "zero_every"])
+@triton.jit(do_not_specialize=["A", "num_dw", "num_dx", "zero_every"])
 def _sparse_linear_bwd_tiles_kernel(
     ids_ptr,  # (A,) active chunks
-    x_ptr, stride_xm, stride_xk,  # (M, d_in) input, if WITH_DW
+    x_ptr, stride_xm, stride_xk,  # (M, d_in) input, for dW
     dy_ptr, stride_dym, stride_dyn,  # (M, d_out) gradient of the output; (M, A * CHUNK) if DY_COMPACT
-    w_ptr, stride_wn, stride_wk,  # (d_out, d_in) weight, if WITH_DX; (A * CHUNK, d_in) if W_COMPACT
-    dx_ptr,  # (M, d_in)
-    dw_ptr, db_ptr,  # (d_out, d_in) and (d_out,); A * CHUNK rows if DW_COMPACT, SPLIT times those if SPLIT > 1
+    w_ptr, stride_wn, stride_wk,  # (d_out, d_in) weight, for dX; (A * CHUNK, d_in) if W_COMPACT
+    dx_ptr,  # (M, d_in) or None
+    dw_ptr, db_ptr,  # (d_out, d_in) and (d_out,) or None; if DW_COMPACT A * CHUNK rows, SPLIT times
     x_desc, dy_dw_desc, dy_dx_desc, w_desc,  # descriptors of x, dy (for dW, for dX) and W, where they are read by them
     M, d_in, d_out, A,
-    num_dw, num_dx, num_zero,  # tiles of dW and of dX, pieces of chunks to look at for zeros
+    num_dw, num_dx,  # tiles of dW and of dX; the other programs look at pieces of chunks for zeros
     zero_every,  # one program in so many of the later ones writes zeros
-    CHUNK: tl.constexpr, ALIGN: tl.constexpr,
-    DY_COMPACT: tl.constexpr, W_COMPACT: tl.constexpr, DW_COMPACT: tl.constexpr,
-    WITH_DW: tl.constexpr, WITH_DB: tl.constexpr, WITH_DX: tl.constexpr, WITH_ZERO: tl.constexpr,
-    DX_FIRST: tl.constexpr, SPLIT: tl.constexpr, DW_BY_DESCRIPTOR: tl.constexpr, DX_BY_DESCRIPTOR: tl.constexpr, BOX: tl.constexpr,
-    ACC: tl.constexpr, PRECISION: tl.constexpr, EVEN_M: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_A: tl.constexpr, BLOCK_ZERO: tl.constexpr, ZERO_PIECE: tl.constexpr,
+    CHUNK: tl.constexpr, DY_COMPACT: tl.constexpr, W_COMPACT: tl.constexpr, DW_COMPACT: tl.constexpr,
+    DX_FIRST: tl.constexpr, SPLIT: tl.constexpr, EVEN_M: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, ZERO_PIECE: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     num_first = num_dx if DX_FIRST else num_dw
+    WITH_ZERO: tl.constexpr = dw_ptr is not None and not DW_COMPACT
     zero = -1
     if WITH_ZERO:
+        num_zero = tl.num_programs(0) - num_dw - num_dx
         later = tile - num_first
         if later >= 0:
             if later % zero_every == 0 and later // zero_every < num_zero:
@@ -372,43 +302,22 @@ def _sparse_linear_bwd_tiles_kernel(
             else:
                 tile -= tl.minimum(later // zero_every + 1, num_zero)
     if WITH_ZERO and zero >= 0:
-        _zero_piece(
-            zero, ids_ptr, dw_ptr, db_ptr, d_in, d_out, A,
-            CHUNK, WITH_DB, BLOCK_A, BLOCK_ZERO, ZERO_PIECE,
-        )  # fmt: skip
+        _zero_piece(zero, ids_ptr, dw_ptr, db_ptr, d_in, d_out, A, CHUNK, ZERO_PIECE)
     else:
         dw_tile = tile - (num_dx if DX_FIRST else 0)
         dx_tile = tile - (0 if DX_FIRST else num_dw)
-        if WITH_DW and (not WITH_DX or (dw_tile >= 0 and dw_tile < num_dw)):
-            if DW_BY_DESCRIPTOR:
-                _dw_tile_by_descriptor(
-                    dw_tile, ids_ptr, x_desc, dy_dw_desc, dw_ptr, db_ptr,
-                    M, d_in, d_out, A,
-                    CHUNK, DW_COMPACT, WITH_DB, SPLIT, ACC,
-                    BLOCK_R, BLOCK_D, BLOCK_K, BOX, GROUP,
-                )  # fmt: skip
-            else:
-                _dw_tile(
-                    dw_tile, ids_ptr, x_ptr, stride_xm, stride_xk,
-                    dy_ptr, stride_dym, stride_dyn, dw_ptr, db_ptr,
-                    M, d_in, d_out, A, CHUNK, ALIGN,
-                    DY_COMPACT, DW_COMPACT, WITH_DB, SPLIT,
-                    ACC, PRECISION, EVEN_M, BLOCK_R, BLOCK_D, BLOCK_K, GROUP,
-                )  # fmt: skip
-        elif WITH_DX:
-            if DX_BY_DESCRIPTOR:
-                _dx_tile_by_descriptor(
-                    dx_tile, ids_ptr, dy_dx_desc, w_desc, dx_ptr,
-                    M, d_in, d_out, A,
-                    CHUNK, ACC, BLOCK_R, BLOCK_D, BLOCK_K, GROUP,
-                )  # fmt: skip
-            else:
-                _dx_tile(
-                    dx_tile, ids_ptr, dy_ptr, stride_dym, stride_dyn,
-                    w_ptr, stride_wn, stride_wk, dx_ptr,
-                    M, d_in, d_out, A, CHUNK, ALIGN, DY_COMPACT, W_COMPACT,
-                    ACC, PRECISION, BLOCK_R, BLOCK_D, BLOCK_K, GROUP,
-                )  # fmt: skip
+        if dw_ptr is not None and (dx_ptr is None or (dw_tile >= 0 and dw_tile < num_dw)):
+            _dw_tile(
+                dw_tile, ids_ptr, x_ptr, stride_xm, stride_xk, x_desc, dy_ptr, stride_dym, stride_dyn, dy_dw_desc,
+                dw_ptr, db_ptr, M, d_in, d_out, A,
+                CHUNK, DY_COMPACT, DW_COMPACT, SPLIT, EVEN_M, BLOCK_R, BLOCK_D, BLOCK_K, GROUP,
+            )  # fmt: skip
+        elif dx_ptr is not None:
+            _dx_tile(
+                dx_tile, ids_ptr, dy_ptr, stride_dym, stride_dyn, dy_dx_desc, w_ptr, stride_wn, stride_wk, w_desc,
+                dx_ptr, M, d_in, d_out, A,
+                CHUNK, DY_COMPACT, W_COMPACT, BLOCK_R, BLOCK_D, BLOCK_K, GROUP,
+            )  # fmt: skip
 
 
 # --- forward --------------------------------------------------------------------------------------------------------
@@ -419,16 +328,14 @@ def _sparse_linear_fwd_tiles_kernel(
     ids_ptr,  # (A,) active chunks
     x_ptr, stride_xm, stride_xk,  # (M, d_in) input
     w_ptr, stride_wn, stride_wk,  # (d_out, d_in) weight; (A * CHUNK, d_in) if W_COMPACT
-    b_ptr, stride_b,  # (d_out,) or (A * CHUNK,) bias, if HAS_BIAS
+    b_ptr, stride_b,  # (d_out,) or (A * CHUNK,) bias, or None
     y_ptr, stride_ym,  # (M, d_out) output, rows contiguous; (M, A * CHUNK) if Y_COMPACT
     M, d_in, d_out, A,
     num_tiles, zero_every,
-    CHUNK: tl.constexpr, ALIGN: tl.constexpr,
-    Y_COMPACT: tl.constexpr, W_COMPACT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ACC: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_A: tl.constexpr, ZERO_ROWS: tl.constexpr,
+    CHUNK: tl.constexpr, Y_COMPACT: tl.constexpr, W_COMPACT: tl.constexpr, EVEN_K: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, ZERO_ROWS: tl.constexpr,
 ):  # fmt: skip
+    ACC: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
     tile = tl.program_id(0)
     zero = -1
     if not Y_COMPACT:
@@ -440,7 +347,7 @@ def _sparse_linear_fwd_tiles_kernel(
     if zero >= 0:
         num_chunks = tl.cdiv(d_out, CHUNK)
         chunk = zero % num_chunks
-        if _slot_of(ids_ptr, chunk, A, BLOCK_A) < 0:
+        if _slot_of(ids_ptr, chunk, A) < 0:
             within = tl.arange(0, triton.next_power_of_2(CHUNK))
             offs_n = chunk * CHUNK + within
             mask_n = (within < CHUNK) & (offs_n < d_out)
@@ -456,7 +363,7 @@ def _sparse_linear_fwd_tiles_kernel(
         offs_m = pid_m * BLOCK_R + tl.arange(0, BLOCK_R)
         mask_m = offs_m < M
         pos = pid_n * BLOCK_D + tl.arange(0, BLOCK_D)
-        features = _features(ids_ptr, pos, A, d_out, CHUNK, ALIGN)
+        features = _features(ids_ptr, pos, A, d_out, CHUNK)
         mask_n = features < d_out
         rows = pos.to(tl.int64) if W_COMPACT else features
         offs_k = tl.arange(0, BLOCK_K)
@@ -475,10 +382,10 @@ def _sparse_linear_fwd_tiles_kernel(
                 mask_w = mask_k[:, None] & mask_n[None, :]
             x = tl.load(x_ptrs, mask=mask_x, other=0.0)  # (BLOCK_R, BLOCK_K)
             w = tl.load(w_ptrs, mask=mask_w, other=0.0)  # (BLOCK_K, BLOCK_D)
-            acc = tl.dot(x, w, acc, input_precision=PRECISION, out_dtype=ACC)
+            acc = tl.dot(x, w, acc, input_precision="ieee", out_dtype=ACC)
             x_ptrs += step_x
             w_ptrs += step_w
-        if HAS_BIAS:
+        if b_ptr is not None:
             acc += tl.load(b_ptr + rows * stride_b, mask=mask_n, other=0.0).to(ACC)[None, :]
         columns = pos.to(tl.int64) if Y_COMPACT else features
         mask_columns = pos < A * CHUNK if Y_COMPACT else mask_n
@@ -493,16 +400,14 @@ def _sparse_linear_fwd_tiles_kernel(
 def _sparse_linear_pack_kernel(
     ids_ptr,  # (A,) active chunks
     src_ptr, stride_sm, stride_sn,  # (M, d_out); (M, A * CHUNK) if SRC_COMPACT
-    dst_ptr, stride_dm, stride_dn,  # (M, A * CHUNK), if WITH_COPY
-    sums_ptr,  # (num_programs(1), A * CHUNK) sums over this program's rows, if WITH_SUMS
+    dst_ptr, stride_dm, stride_dn,  # (M, A * CHUNK) or None
+    sums_ptr,  # (num_programs(1), A * CHUNK) sums over this program's rows, or None
     M, d_out, A,
-    CHUNK: tl.constexpr, ALIGN: tl.constexpr,
-    SRC_COMPACT: tl.constexpr, WITH_COPY: tl.constexpr, WITH_SUMS: tl.constexpr,
-    ACC: tl.constexpr,
+    CHUNK: tl.constexpr, SRC_COMPACT: tl.constexpr, ACC: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     pos = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    features = _features(ids_ptr, pos, A, d_out, CHUNK, ALIGN)
+    features = _features(ids_ptr, pos, A, d_out, CHUNK)
     mask_n = features < d_out
     mask_pos = pos < A * CHUNK
     columns = pos.to(tl.int64) if SRC_COMPACT else features
@@ -513,12 +418,12 @@ def _sparse_linear_pack_kernel(
         mask_m = offs_m < M
         src_ptrs = src_ptr + offs_m[:, None] * stride_sm + columns[None, :] * stride_sn
         values = tl.load(src_ptrs, mask=mask_m[:, None] & mask_n[None, :], other=0.0)  # (BLOCK_M, BLOCK_N)
-        if WITH_COPY:
+        if dst_ptr is not None:
             dst_ptrs = dst_ptr + offs_m[:, None] * stride_dm + pos.to(tl.int64)[None, :] * stride_dn
             tl.store(dst_ptrs, values, mask=mask_m[:, None] & mask_pos[None, :])
-        if WITH_SUMS:
+        if sums_ptr is not None:
             sums += values.to(ACC)
-    if WITH_SUMS:
+    if sums_ptr is not None:
         offs = tl.program_id(1).to(tl.int64) * A * CHUNK + pos
         tl.store(sums_ptr + offs, tl.sum(sums, axis=0), mask=mask_pos)
 
@@ -526,22 +431,20 @@ def _sparse_linear_pack_kernel(
 @triton.jit(do_not_specialize=["A", "num_sums"])
 def _sparse_linear_place_kernel(
     ids_ptr,  # (A,) active chunks
-    src_ptr, stride_ss, stride_sn, stride_sm,  # (SPLIT, A * CHUNK, M) partial sums
-    dst_ptr, stride_dn, stride_dm,  # (d_out, M), if WITH_COPY; A * CHUNK rows if COMPACT
-    sums_ptr,  # (num_sums, A * CHUNK) partial sums, if WITH_SUMS
-    total_ptr,  # (d_out,) or (A * CHUNK,), if WITH_SUMS
+    src_ptr, stride_ss, stride_sn, stride_sm,  # (SPLIT, A * CHUNK, M) partial sums, or None
+    dst_ptr, stride_dn, stride_dm,  # (d_out, M) or None; A * CHUNK rows if COMPACT
+    sums_ptr,  # (num_sums, A * CHUNK) partial sums, or None
+    total_ptr,  # (d_out,) or (A * CHUNK,) or None
     M, d_out, A, num_sums,
-    CHUNK: tl.constexpr, COMPACT: tl.constexpr, SPLIT: tl.constexpr,
-    WITH_COPY: tl.constexpr, WITH_SUMS: tl.constexpr,
-    ACC: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_A: tl.constexpr,
+    CHUNK: tl.constexpr, COMPACT: tl.constexpr, SPLIT: tl.constexpr, ACC: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     if COMPACT:
         slot = tl.program_id(0)
         first = slot * CHUNK
         last = A * CHUNK
     else:
-        slot = _slot_of(ids_ptr, tl.program_id(0), A, BLOCK_A)
+        slot = _slot_of(ids_ptr, tl.program_id(0), A)
         first = tl.program_id(0) * CHUNK
         last = d_out
     within = tl.arange(0, BLOCK_N)
@@ -549,7 +452,7 @@ def _sparse_linear_place_kernel(
     offs_n = (first + within).to(tl.int64)
     pos = (slot * CHUNK + within).to(tl.int64)
     mask_src = mask_n & (slot >= 0)
-    if WITH_COPY:
+    if dst_ptr is not None:
         offs_m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
         mask_m = offs_m < M
         offs_m = offs_m.to(tl.int64)
@@ -560,7 +463,7 @@ def _sparse_linear_place_kernel(
             src_ptrs += stride_ss
         dst_ptrs = dst_ptr + offs_n[:, None] * stride_dn + offs_m[None, :] * stride_dm
         tl.store(dst_ptrs, acc.to(dst_ptr.dtype.element_ty), mask=mask_n[:, None] & mask_m[None, :])
-    if WITH_SUMS and tl.program_id(1) == 0:
+    if sums_ptr is not None and tl.program_id(1) == 0:
         total = tl.zeros((BLOCK_N,), ACC)
         sums_ptrs = sums_ptr + pos
         for _row in range(num_sums):
@@ -574,8 +477,6 @@ def _sparse_linear_place_kernel(
 PACK_CONFIG = triton.Config({"BLOCK_M": 32, "BLOCK_N": 128, "ROWS": 128}, num_warps=4)
 PLACE_BLOCK_M = 128
 BOX = 64  # features that one tensor descriptor's load takes from a chunk
-BLOCK_A = 256  # ids looked at in a step
-BLOCK_ZERO = 8192  # zeros written in a step
 ZERO_PIECE = 262144  # zeros that one program writes: they take about as long as a tile
 ZERO_ROWS = 1024  # rows of Y whose zeros one program writes
 
@@ -664,7 +565,7 @@ class Plan:
 def _config(
     choices: tuple[_Tiles, ...], flop: float, itemsize: int, properties: runtime.DeviceProperties
 ) -> triton.Config:
-    """The tiles for a launch of ``flop`` operations, with as many stages as fit."""
+    """Choose the tiles for a launch of ``flop`` operations, with as many stages as fit."""
     found = next((t for t in choices if flop <= t.flop * properties.num_sms / 132), choices[-1])
     # A stage is one tile of each operand; AMD's pipeline keeps the newest in registers.
     stages, stage_bytes = found.stages, (found.r + found.d) * found.k * itemsize
@@ -690,7 +591,7 @@ def plan_backward(
     boxes: bool,
     properties: runtime.DeviceProperties,
 ) -> Plan:
-    """Tiles by the operations of the launch, and a split where few tiles of dW would outlast everything else.
+    """Choose tiles by the operations of the launch, and a split where few tiles of dW would outlast everything else.
 
     Args:
         m, d_in: rows and columns of x. active: active features. itemsize: bytes an element.
@@ -716,7 +617,7 @@ def plan_backward(
 
 
 def plan_forward(m: int, d_in: int, active: int, itemsize: int, properties: runtime.DeviceProperties) -> Plan:
-    """The tiles of the forward pass: by its operations too. It reads by ordinary loads, with fewer operands to address."""
+    """Choose the tiles of the forward pass: by its operations too. It reads by ordinary loads, with fewer operands to address."""
     choices = tuple(dataclasses.replace(t, stages=min(t.stages, 3)) for t in TILES[itemsize])
     if not properties.has_tma:
         choices = _choices(itemsize, False, properties)
@@ -724,5 +625,5 @@ def plan_forward(m: int, d_in: int, active: int, itemsize: int, properties: runt
 
 
 def alignment(chunk: int) -> int:
-    """The largest power of two that divides ``chunk``, at most 64."""
+    """Return the largest power of two that divides ``chunk``, at most 64."""
     return min(chunk & -chunk, 64)

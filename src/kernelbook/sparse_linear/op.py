@@ -1,4 +1,4 @@
-"""Public functions, then three operators: the dense product with sparse gradients, the product of active chunks, its gradients."""
+"""Public functions, then two operators: the product, dense or of active chunks, and its gradients."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from torch.compiler import is_dynamo_compiling
 from kernelbook import arguments, runtime  # before Triton, which it sets up
 from kernelbook.launch import Block, Descriptor, Launch, block, cdiv, launcher
 from kernelbook.linear import linear, product
-from kernelbook.memory import accumulator, empty, tl_accumulator
+from kernelbook.memory import accumulator, empty
 from kernelbook.operators import Op
 from kernelbook.sparse_linear import kernels, packing
 from kernelbook.sparse_linear.packing import Chunks
@@ -21,7 +21,7 @@ from kernelbook.tensors import has_aligned_rows, matrix, strided
 __all__ = ["products", "sparse_backward", "sparse_dw", "sparse_dx", "sparse_forward", "sparse_linear"]
 
 MODES = ("dense", "sparse_dw", "sparse_dw_dx")
-PRECISION = "ieee"  # of float32, which only the interpreter multiplies here: on a GPU it is left to cuBLAS
+SPARSE = "sparse"  # the mode of the operator in which the product too is of active chunks only
 
 
 # --- public functions -----------------------------------------------------------------------------------------------
@@ -58,7 +58,7 @@ def sparse_linear(
     op, chunk_size = "sparse_linear", arguments.integer("sparse_linear", "chunk_size", chunk_size)
     arguments.check_choice(op, "mode", mode, MODES)
     if active_chunks is not None and mode != "dense":
-        return _linear(x, weight, bias, active_chunks, chunk_size, mode)  # type: ignore[no-any-return]
+        return _forward(x, weight, bias, active_chunks, chunk_size, None, False, False, mode)  # type: ignore[no-any-return]
     x, weight, bias = arguments.in_autocast_dtype(x, weight, bias)
     if not is_dynamo_compiling():
         _check_linear(op, x, weight, bias, active_chunks, chunk_size)
@@ -82,7 +82,7 @@ def sparse_forward(
     Raises: as :func:`sparse_linear`.
     """
     chunk_size = arguments.integer("sparse_forward", "chunk_size", chunk_size)
-    return _forward(x, weight, bias, active_chunks, chunk_size, None, bool(compact), False)  # type: ignore[no-any-return]
+    return _forward(x, weight, bias, active_chunks, chunk_size, None, bool(compact), False, SPARSE)  # type: ignore[no-any-return]
 
 
 def sparse_dw(
@@ -186,7 +186,7 @@ def _chunks(
     ids: torch.Tensor, weight: Any, dy: Any, size: int, d_out: int | None, y_compact: bool, w_compact: bool,
     dw_compact: bool = False,
 ) -> Chunks:  # fmt: skip
-    """The chunks of a call. Public functions leave ``d_out`` to their tensors, none of which is compact."""
+    """Return the chunks of a call. Public functions leave ``d_out`` to their tensors, none of which is compact."""
     if d_out is None:
         d_out = dy.shape[-1] if weight is None else weight.shape[0]
     return Chunks(size, d_out, y_compact, w_compact, dw_compact, ids.shape[0])
@@ -216,43 +216,26 @@ def _strategy(chunks: Chunks, m: int, d_in: int, operands: Sequence[torch.Tensor
     return kernels.strategy(m, d_in, chunks.active, chunks.size, size, aligned, by_chunk, properties)
 
 
-# --- the dense product -----------------------------------------------------------------------------------------------
+# --- the product, dense or of active chunks --------------------------------------------------------------------------
 # What PyTorch computes, here and below, goes to ``out=``, which autocast leaves alone.
 
 
-def _run_linear(
-    chunks: Chunks, outputs: tuple[torch.Tensor], x: torch.Tensor, weight: torch.Tensor, bias: Any, ids: torch.Tensor, *_: Any
-) -> None:  # fmt: skip
-    arguments.check_index_values("sparse_linear", "active_chunks", ids, chunks.total, unique=True)
-    product(matrix(x), weight.t(), bias, out=matrix(outputs[0]))
-
-
-def _gradients_of_linear(call: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-    (x, weight), [ids] = call.saved, call.kept
-    needs_dx, needs_dw, needs_db = (dtype is not None for dtype in call.wanted[:3])
-    dense_dx = needs_dx and call.mode == "sparse_dw"
-    needs = needs_dx and not dense_dx, needs_dw, needs_db
-    dx, dw, db = products(dy, x, weight, ids, call.chunk_size, weight.shape[0], False, False, False, needs)
-    return linear(dy, weight.t()) if dense_dx else dx, dw, db
-
-
-# --- the product of active chunks ------------------------------------------------------------------------------------
-
-
-def _check_forward(x: Any, weight: Any, bias: Any, ids: Any, chunk_size: int, d_out: int | None, *_: Any) -> None:
+def _check_forward(x: Any, weight: Any, bias: Any, ids: Any, chunk_size: int, d_out: int | None, *layout: Any) -> None:
     if d_out is None:
-        _check_linear("sparse_forward", x, weight, bias, ids, chunk_size)
+        _check_linear("sparse_forward" if layout[-1] == SPARSE else "sparse_linear", x, weight, bias, ids, chunk_size)
 
 
 def _outputs_of_forward(
     x: torch.Tensor, weight: torch.Tensor, bias: Any, ids: torch.Tensor, *layout: Any
 ) -> tuple[torch.Tensor]:
-    chunks = _chunks(ids, weight, None, *layout)
+    chunks = _chunks(ids, weight, None, *layout[:-1])
     return (empty((*x.shape[:-1], chunks.active if chunks.y_compact else chunks.d_out), x.dtype, x),)
 
 
 def _plan_forward(x: torch.Tensor, weight: torch.Tensor, bias: Any, ids: torch.Tensor, *layout: Any) -> _Plan | None:
-    chunks, x = _chunks(ids, weight, None, *layout), matrix(x)
+    chunks, x = _chunks(ids, weight, None, *layout[:-1]), matrix(x)
+    if layout[-1] != SPARSE:
+        return _Plan(chunks, "dense")
     m, d_in = x.shape
     if chunks.listed == 0 or m == 0 or chunks.d_out == 0:
         return None
@@ -265,26 +248,26 @@ def _plan_forward(x: torch.Tensor, weight: torch.Tensor, bias: Any, ids: torch.T
     num_zero = 0 if chunks.y_compact else chunks.total * cdiv(m, kernels.ZERO_ROWS)
     launch = launcher(
         kernels._sparse_linear_fwd_tiles_kernel,
-        CHUNK=chunks.size, ALIGN=kernels.alignment(chunks.size),
-        Y_COMPACT=chunks.y_compact, W_COMPACT=chunks.w_compact, HAS_BIAS=bias is not None,
-        ACC=tl_accumulator(x.dtype), PRECISION=PRECISION, EVEN_K=d_in % blocks["BLOCK_K"] == 0,
-        **blocks, BLOCK_A=kernels.BLOCK_A, ZERO_ROWS=kernels.ZERO_ROWS,
-        num_warps=tiles.config.num_warps, num_stages=tiles.config.num_stages,
+        CHUNK=chunks.size, Y_COMPACT=chunks.y_compact, W_COMPACT=chunks.w_compact, EVEN_K=d_in % blocks["BLOCK_K"] == 0,
+        **blocks, ZERO_ROWS=kernels.ZERO_ROWS,
+        num_warps=tiles.config.num_warps, num_stages=tiles.config.num_stages, repeatable=True,
     )  # fmt: skip
     counts = num_tiles, (num_tiles + num_zero) // max(num_zero, 1)
     return _Plan(chunks, strategy, launch, (num_tiles + num_zero,), counts)
 
 
 def _run_forward(
-    plan: _Plan, outputs: tuple[torch.Tensor], x: torch.Tensor, weight: torch.Tensor, bias: Any, ids: torch.Tensor, *_: Any
+    plan: _Plan, outputs: tuple[torch.Tensor], x: torch.Tensor, weight: torch.Tensor, bias: Any, ids: torch.Tensor,
+    *layout: Any,
 ) -> None:  # fmt: skip
     chunks = plan.chunks
-    arguments.check_index_values("sparse_forward", "active_chunks", ids, chunks.total, unique=True)
+    op = "sparse_forward" if layout[-1] == SPARSE else "sparse_linear"
+    arguments.check_index_values(op, "active_chunks", ids, chunks.total, unique=True)
     x, y, ids = matrix(x), matrix(outputs[0]), ids.contiguous()
     if plan.strategy == "dense":
         product(x, weight.t(), bias, out=y)
     elif plan.launch is not None:
-        tensors = (x, *x.stride(), weight, *weight.stride(), *strided(bias, 1, x), y, y.stride(0))
+        tensors = (x, *x.stride(), weight, *weight.stride(), *strided(bias, 1), y, y.stride(0))
         plan.launch(plan.grid, ids, *tensors, *x.shape, chunks.d_out, chunks.listed, *plan.counts)
     else:
         packed_w = packing.pack(chunks, ids, weight, 0, chunks.w_compact)[0]
@@ -299,7 +282,10 @@ def _gradients_of_forward(call: Any, dy: torch.Tensor) -> tuple[Any, ...]:
     (x, weight), [ids], needs = call.saved, call.kept, [dtype is not None for dtype in call.wanted[:3]]
     d_out = weight.shape[0] if call.d_out is None else call.d_out
     layout = call.chunk_size, d_out, call.compact, call.weight_compact, call.weight_compact
-    return products(dy, x, weight, ids, *layout, needs)  # type: ignore[no-any-return]
+    dense_dx = needs[0] and call.mode == "sparse_dw"
+    needs[0] = needs[0] and not dense_dx
+    dx, dw, db = products(dy, x, weight, ids, *layout, needs)
+    return linear(dy, weight.t()) if dense_dx else dx, dw, db
 
 
 # --- gradients: dX, dW and db ----------------------------------------------------------------------------------------
@@ -345,36 +331,28 @@ def _plan_products(dy: torch.Tensor, x: Any, weight: Any, ids: torch.Tensor, *se
     whole = not (chunks.size % kernels.BOX or chunks.y_compact or chunks.w_compact or chunks.d_out >= 2**30)
     by_descriptor = whole and properties.has_tma and all(map(has_aligned_rows, operands))
     tiles = kernels.plan_backward(m, d_in, chunks.active, size, with_dw, with_dx, by_descriptor, properties)
-    wanted = with_dx, with_dw, with_dw and with_db
-    return _plan_tiles(tiles, chunks, m, d_in, dy.dtype, wanted)
+    return _plan_tiles(tiles, chunks, m, d_in, with_dx, with_dw)
 
 
-def _plan_tiles(
-    tiles: kernels.Plan, chunks: Chunks, m: int, d_in: int, dtype: torch.dtype, wanted: Sequence[bool]
-) -> _Plan:
-    with_dx, with_dw, with_db = wanted
+def _plan_tiles(tiles: kernels.Plan, chunks: Chunks, m: int, d_in: int, with_dx: bool, with_dw: bool) -> _Plan:
     blocks, split = tiles.config.kwargs, tiles.split if with_dw else 1
     r, d, k = blocks["BLOCK_R"], blocks["BLOCK_D"], blocks["BLOCK_K"]
     columns = cdiv(d_in, d)
     num_dw = cdiv(chunks.active, r) * columns * split if with_dw else 0
     num_dx = cdiv(m, r) * columns if with_dx else 0
-    with_zero = with_dw and not chunks.dw_compact and split == 1
-    num_zero = chunks.total * cdiv(chunks.size * d_in, kernels.ZERO_PIECE) if with_zero else 0
+    dw_compact = chunks.dw_compact or split > 1  # partial sums are put in place later
+    num_zero = chunks.total * cdiv(chunks.size * d_in, kernels.ZERO_PIECE) if with_dw and not dw_compact else 0
     dx_first = num_dw > 0 and num_dx > 0 and chunks.active > cdiv(m, split)
     num_later = num_dw if dx_first else num_dx
     dw_by_descriptor = tiles.boxes and with_dw and r % kernels.BOX == 0
     dx_by_descriptor = tiles.boxes and with_dx and chunks.size % k == 0
     launch = launcher(
         kernels._sparse_linear_bwd_tiles_kernel,
-        CHUNK=chunks.size, ALIGN=kernels.alignment(chunks.size),
-        DY_COMPACT=chunks.y_compact, W_COMPACT=chunks.w_compact, DW_COMPACT=chunks.dw_compact,
-        WITH_DW=with_dw, WITH_DB=with_db, WITH_DX=with_dx, WITH_ZERO=with_zero,
-        DX_FIRST=dx_first, SPLIT=split, DW_BY_DESCRIPTOR=dw_by_descriptor, DX_BY_DESCRIPTOR=dx_by_descriptor, BOX=kernels.BOX,
-        ACC=tl_accumulator(dtype), PRECISION=PRECISION, EVEN_M=m % k == 0,
-        **blocks, BLOCK_A=kernels.BLOCK_A, BLOCK_ZERO=kernels.BLOCK_ZERO, ZERO_PIECE=kernels.ZERO_PIECE,
-        num_warps=tiles.config.num_warps, num_stages=tiles.config.num_stages,
+        CHUNK=chunks.size, DY_COMPACT=chunks.y_compact, W_COMPACT=chunks.w_compact, DW_COMPACT=dw_compact,
+        DX_FIRST=dx_first, SPLIT=split, EVEN_M=m % k == 0, **blocks, ZERO_PIECE=kernels.ZERO_PIECE,
+        num_warps=tiles.config.num_warps, num_stages=tiles.config.num_stages, repeatable=True,
     )  # fmt: skip
-    counts = num_dw, num_dx, num_zero, (num_later + num_zero) // max(num_zero, 1)
+    counts = num_dw, num_dx, (num_later + num_zero) // max(num_zero, 1)
     for_dw = (block(k, d), block(k, kernels.BOX)) if dw_by_descriptor else (None, None)
     for_dx = (block(r, k), block(k, d)) if dx_by_descriptor else (None, None)
     return _Plan(chunks, "tiles", launch, (num_dw + num_dx + num_zero,), counts, split, (*for_dw, *for_dx))
@@ -417,8 +395,7 @@ def _run_tiles(
     plan.launch(
         plan.grid,
         ids,
-        *strided(x, 2, dy), dy, *dy.stride(), *strided(weight, 2, dy),
-        *(dy if target is None else target for target in (dx, to_dw, to_db)),
+        *strided(x, 2), dy, *dy.stride(), *strided(weight, 2), dx, to_dw, to_db,
         *(None if by is None else Descriptor(tensor, by) for tensor, by in read),
         m, d_in, plan.chunks.d_out, plan.chunks.listed, *plan.counts,
     )  # fmt: skip
@@ -433,10 +410,10 @@ def _gradients_of_products(call: Any, gx: Any, gw: Any, gb: Any) -> tuple[Any, .
     w_compact, dw_compact = call.weight_compact, call.dw_compact
     of_dy, of_x, of_weight = [], None, None
     if needs_dy and gx is not None:
-        of_dy.append(_forward(gx, weight, None, ids, size, d_out, call.dy_compact, w_compact))
+        of_dy.append(_forward(gx, weight, None, ids, size, d_out, call.dy_compact, w_compact, SPARSE))
     if needs_dy and (gw is not None or gb is not None):
         gw_or_zeros = gb.new_zeros(gb.shape[0], x.shape[-1]) if gw is None else gw
-        of_dy.append(_forward(x, gw_or_zeros, gb, ids, size, d_out, call.dy_compact, dw_compact))
+        of_dy.append(_forward(x, gw_or_zeros, gb, ids, size, d_out, call.dy_compact, dw_compact, SPARSE))
     if needs_x and gw is not None:
         layout = size, d_out, call.dy_compact, dw_compact, False
         of_x = products(dy, None, gw, ids, *layout, (True, False, False))[0]
@@ -448,20 +425,9 @@ def _gradients_of_products(call: Any, gx: Any, gw: Any, gb: Any) -> tuple[Any, .
 
 # --- operators ------------------------------------------------------------------------------------------------------
 
-_linear = Op(
-    "sparse_linear(Tensor x, Tensor weight, Tensor? bias, Tensor active_chunks, SymInt chunk_size, str mode) -> Tensor",
-    check=lambda *args: _check_linear("sparse_linear", *args[:5]),
-    outputs=lambda x, weight, *_: (empty((*x.shape[:-1], weight.shape[0]), x.dtype, x),),
-    plan=lambda x, weight, bias, ids, size, _: Chunks(size, weight.shape[0]),
-    run=_run_linear,
-    saves=("x", "weight"),
-    keeps=("active_chunks",),
-    autocast=("x", "weight", "bias"),
-    backward=_gradients_of_linear,
-)
 _forward = Op(
-    "sparse_forward(Tensor x, Tensor weight, Tensor? bias, Tensor active_chunks, SymInt chunk_size, SymInt? d_out, "
-    "bool compact, bool weight_compact) -> Tensor",
+    "sparse_linear(Tensor x, Tensor weight, Tensor? bias, Tensor active_chunks, SymInt chunk_size, SymInt? d_out, "
+    "bool compact, bool weight_compact, str mode) -> Tensor",
     check=_check_forward,
     outputs=_outputs_of_forward,
     plan=_plan_forward,

@@ -39,7 +39,7 @@ class Chunks(NamedTuple):
 def run_packed(
     chunks: Chunks, ids: torch.Tensor, dy: torch.Tensor, x: Any, weight: Any, dx: Any, dw: Any, db: Any
 ) -> None:
-    """Fills dx, dw and db: packs the active columns of dY (summing them for db) and rows of W, and multiplies."""
+    """Fill dx, dw and db: pack the active columns of dY (summing them for db) and rows of W, and multiply."""
     packed_dy, sums = pack(chunks, ids, dy, 1, chunks.y_compact, dx is not None or dw is not None, db is not None)
     if dx is not None:
         packed_w, _ = pack(chunks, ids, weight, 0, chunks.w_compact)
@@ -55,35 +55,32 @@ def run_packed(
 
 def pack(
     chunks: Chunks, ids: torch.Tensor, source: torch.Tensor, axis: int, compact: bool, copy: bool = True, sums: bool = False
-) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """The active rows (axis 0) or columns (1) of a matrix, in memory as it is, and partial sums of columns (P, A * chunk).
+) -> tuple[Any, torch.Tensor | None]:  # fmt: skip
+    """Copy the active rows (axis 0) or columns (1) of a matrix together, in memory as it is; sum columns in parts (P, A * chunk).
 
     A ``compact`` source has the active ones only; those of a shorter chunk that are none become zero.
     """
     strides, config, m = source.stride(), kernels.PACK_CONFIG, source.shape[1 - axis]
     shape = (chunks.active, m) if axis == 0 else (m, chunks.active)
-    packed = source
-    if copy:
-        transposed = strides[0] == 1 and strides[1] != 1
-        packed = (
-            empty(tuple(shape[::-1]), source.dtype, source).t()
-            if transposed
-            else empty(tuple(shape), source.dtype, source)
-        )
-    to = packed.stride()
+    packed: torch.Tensor | None = None
+    if copy and strides[0] == 1 and strides[1] != 1:
+        packed = empty(shape[::-1], source.dtype, source).t()
+    elif copy:
+        packed = empty(shape, source.dtype, source)
+    to = (0, 0) if packed is None else packed.stride()
     grid = cdiv(chunks.active, config.kwargs["BLOCK_N"]), cdiv(m, config.kwargs["ROWS"])
     partial = empty((grid[1], chunks.active), accumulator(source.dtype), source) if sums else None
     launch = launcher(
         kernels._sparse_linear_pack_kernel,
-        CHUNK=chunks.size, ALIGN=kernels.alignment(chunks.size), SRC_COMPACT=compact, WITH_COPY=copy, WITH_SUMS=sums,
-        ACC=tl_accumulator(source.dtype), **config.kwargs, num_warps=config.num_warps,
+        CHUNK=chunks.size, SRC_COMPACT=compact, ACC=tl_accumulator(source.dtype),
+        **config.kwargs, num_warps=config.num_warps,
     )  # fmt: skip
     launch(
         grid,
         ids,
         source, strides[1 - axis], strides[axis],
         packed, to[1 - axis], to[axis],
-        source if partial is None else partial,
+        partial,
         m, chunks.d_out, chunks.listed,
     )  # fmt: skip
     return packed, partial
@@ -92,17 +89,16 @@ def pack(
 def place(
     chunks: Chunks, ids: torch.Tensor, source: Any, target: Any, sums: Any, total: Any, *, compact: bool = False
 ) -> None:
-    """(SPLIT, A * chunk, M) summed into the rows of (d_out, M), zeros elsewhere; partial sums likewise into ``total``."""
+    """Sum (SPLIT, A * chunk, M) into the rows of (d_out, M), zeros elsewhere; partial sums likewise into ``total``."""
     m, split = (0, 1) if source is None else (target.shape[1], source.shape[0])
     launch = launcher(
         kernels._sparse_linear_place_kernel,
-        CHUNK=chunks.size, COMPACT=compact, SPLIT=split, WITH_COPY=source is not None, WITH_SUMS=sums is not None,
-        ACC=tl_accumulator((total if target is None else target).dtype),
-        BLOCK_N=triton.next_power_of_2(chunks.size), BLOCK_M=kernels.PLACE_BLOCK_M, BLOCK_A=kernels.BLOCK_A, num_warps=8,
+        CHUNK=chunks.size, COMPACT=compact, SPLIT=split, ACC=tl_accumulator((total if target is None else target).dtype),
+        BLOCK_N=triton.next_power_of_2(chunks.size), BLOCK_M=kernels.PLACE_BLOCK_M, num_warps=8,
     )  # fmt: skip
     launch(
         (chunks.listed if compact else chunks.total, max(1, cdiv(m, kernels.PLACE_BLOCK_M))),
         ids,
-        *strided(source, 3, ids), *strided(target, 2, ids), *((ids, ids) if sums is None else (sums, total)),
+        *strided(source, 3), *strided(target, 2), sums, total if sums is not None else None,
         m, chunks.d_out, chunks.listed, 0 if sums is None else sums.shape[0],
     )  # fmt: skip

@@ -2,5 +2,6 @@
 
 from kernelbook.study.layer_norm import layer_norm_with_locks
 from kernelbook.study.moe_lora import moe_lora_recomputed
+from kernelbook.study.scatter_ffn import scatter_ffn_with_atomics
 
-__all__ = ["layer_norm_with_locks", "moe_lora_recomputed"]
+__all__ = ["layer_norm_with_locks", "moe_lora_recomputed", "scatter_ffn_with_atomics"]

@@ -101,7 +101,7 @@ def _layer_norm_bwd_locks_kernel(  # type: ignore[no-untyped-def]
 
 
 def _width(n: int) -> int:
-    """The tile of a row of ``n`` elements."""
+    """Return the tile of a row of ``n`` elements."""
     return max(triton.next_power_of_2(n), 16)
 
 

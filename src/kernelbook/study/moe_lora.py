@@ -14,11 +14,11 @@ from kernelbook import arguments, runtime  # before Triton, which it sets up
 from kernelbook.launch import cdiv
 from kernelbook.memory import empty, tl_accumulator
 from kernelbook.moe_lora import grouped, kernels, op
-from kernelbook.moe_lora.grouped import Layout, ShrinkPlan, Step
-from kernelbook.moe_lora.kernels import _dot
+from kernelbook.moe_lora.grouped import ShrinkPlan, Step
 from kernelbook.moe_lora.routing import Routing
 from kernelbook.operators import Op
 from kernelbook.tensors import precision
+from kernelbook.tiles import dot
 
 # isort: split
 import triton
@@ -102,15 +102,15 @@ def shrink_products(
 # --- the kernel and its tiles ---------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["offsets_at", "l_top_k", "z_top_k"])
+@triton.jit(do_not_specialize=["offsets_at"])
 def _moe_lora_bwd_recompute_kernel(  # type: ignore[no-untyped-def]
     routing_ptr, offsets_at,  # order (R,); there (E + 1,) offsets
-    l_ptr, stride_lm, stride_lc,  # (R / l_top_k, C) left; (R, C) if L_GROUPED
+    l_ptr, stride_lm, stride_lc,  # (R / L_SLOTS, C) left
     f_ptr, stride_fe, stride_fc, stride_fr,  # (E, C, r)
-    z_ptr, stride_zm, stride_zq,  # (R / z_top_k, Q) right; (R, Q) if Z_GROUPED
+    z_ptr, stride_zm, stride_zq,  # (R / Z_SLOTS, Q) right
     out_ptr, stride_oe, stride_or, stride_oq,  # (E, r, Q)
-    scaling, C, Q, l_top_k, z_top_k,
-    L_GROUPED: tl.constexpr, Z_GROUPED: tl.constexpr,
+    scaling, C, Q,
+    L_SLOTS: tl.constexpr, Z_SLOTS: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr,
     r: tl.constexpr, RANK: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -128,8 +128,7 @@ def _moe_lora_bwd_recompute_kernel(  # type: ignore[no-untyped-def]
         positions = start + tl.arange(0, BLOCK_M)
         mask_m = positions < high
         pairs = tl.load(routing_ptr + positions, mask=mask_m, other=0)
-        l_rows = (positions if L_GROUPED else pairs // l_top_k).to(tl.int64)
-        z_rows = (positions if Z_GROUPED else pairs // z_top_k).to(tl.int64)
+        l_rows, z_rows = (pairs // L_SLOTS).to(tl.int64), (pairs // Z_SLOTS).to(tl.int64)
         shrunk = tl.zeros((BLOCK_M, RANK), ACC)
         for c in range(0, C, BLOCK_C):
             mask_c = c + offs_c < C
@@ -142,13 +141,13 @@ def _moe_lora_bwd_recompute_kernel(  # type: ignore[no-untyped-def]
             mask_f = mask_c[:, None] & mask_r[None, :]  # (BLOCK_C, RANK)
             left = tl.load(l_ptrs, mask=mask_l, other=0.0)
             factor = tl.load(f_ptrs, mask=mask_f, other=0.0)
-            shrunk = _dot(left, factor, shrunk, ACC, PRECISION)
+            shrunk = dot(left, factor, shrunk, PRECISION)
         shrunk = (shrunk * scaling).to(out_ptr.dtype.element_ty)
         z_ptrs = z_ptr + z_rows[:, None] * stride_zm
         z_ptrs += offs_q.to(tl.int64)[None, :] * stride_zq
         mask_z = mask_m[:, None] & mask_q[None, :]  # (BLOCK_M, BLOCK_Q)
         right = tl.load(z_ptrs, mask=mask_z, other=0.0)
-        acc = _dot(tl.trans(right), shrunk, acc, ACC, PRECISION)
+        acc = dot(tl.trans(right), shrunk, acc, PRECISION)
     out_ptrs = out_ptr + expert * stride_oe
     out_ptrs += offs_r.to(tl.int64)[None, :] * stride_or
     out_ptrs += offs_q.to(tl.int64)[:, None] * stride_oq
@@ -157,7 +156,7 @@ def _moe_lora_bwd_recompute_kernel(  # type: ignore[no-untyped-def]
 
 
 def recompute_tiles(rank: int, itemsize: int, properties: runtime.DeviceProperties) -> kernels.Tiles:
-    """The tiles of sums over rows that compute their left operand themselves."""
+    """Choose the tiles of sums over rows that compute their left operand themselves."""
     if itemsize > 2 or not properties.has_tensor_cores:
         return kernels.tiles(4, 2, BLOCK_Q=32, BLOCK_M=16, BLOCK_C=32)
     return kernels.tiles(4, 3, BLOCK_Q=128, BLOCK_M=64, BLOCK_C=64)
@@ -187,8 +186,8 @@ def _plan_shrink(
     routing = Routing(ids, lists, experts)
     if routing.rows == 0:
         return None
-    shrink_d = grouped.shrink_plan(routing, dy, Layout(False, 1), b.transpose(1, 2))
-    return grouped.shrink_plan(routing, x, Layout(False, routing.slots), a), shrink_d
+    shrink_d = grouped.shrink_plan(routing, dy, 1, b.transpose(1, 2))
+    return grouped.shrink_plan(routing, x, routing.slots, a), shrink_d
 
 
 def _run_shrink(
@@ -214,23 +213,21 @@ def _plan_gradients(
     routing = Routing(ids, lists, experts)
     if routing.rows == 0:
         return None
-    x_layout, dy_layout = Layout(False, routing.slots), Layout(False, 1)
     if u is not None:
-        return _GradientPlan(
-            grouped.factors_step(routing, x, x_layout, dy_layout, a.shape[1], b.shape[1], False), None, None
-        )
-    recompute_da = _recompute_step(dy_layout, b, x_layout, x.shape[1])
-    return _GradientPlan(None, recompute_da, _recompute_step(x_layout, a.transpose(1, 2), dy_layout, dy.shape[1]))
+        sizes = (a.shape[1], routing.slots, x.shape[1], 1, dy.shape[1])
+        return _GradientPlan(grouped.wgrad_step(routing, x, grouped.SORTED, *sizes), None, None)
+    recompute_da = _recompute_step(1, b, routing.slots, x.shape[1])
+    return _GradientPlan(None, recompute_da, _recompute_step(routing.slots, a.transpose(1, 2), 1, dy.shape[1]))
 
 
-def _recompute_step(left: Layout, factor: torch.Tensor, right: Layout, q: int) -> Step:
+def _recompute_step(left: int, factor: torch.Tensor, right: int, q: int) -> Step:
     experts, c, rank = factor.shape
     tiles = recompute_tiles(rank, factor.element_size(), runtime.properties(factor.device))
     launch = grouped.tiled(
-        _moe_lora_bwd_recompute_kernel, tiles, L_GROUPED=left.grouped, Z_GROUPED=right.grouped,
+        _moe_lora_bwd_recompute_kernel, tiles, L_SLOTS=left, Z_SLOTS=right,
         ACC=tl_accumulator(factor.dtype), PRECISION=precision(factor.dtype), r=rank, RANK=kernels.padded_rank(rank),
     )  # fmt: skip
-    return Step(launch, (experts, cdiv(q, tiles.kwargs["BLOCK_Q"])), (c, q, left.slots, right.slots))
+    return Step(launch, (experts, cdiv(q, tiles.kwargs["BLOCK_Q"])), (c, q))
 
 
 def _run_gradients(
@@ -239,7 +236,7 @@ def _run_gradients(
 ) -> None:  # fmt: skip
     (da, db), offsets_at = outputs, 2 * ids.numel()
     if plan.factors is not None:
-        grouped.factors(plan.factors, Routing(ids, lists, experts), d, u, x, dy, None, da, db)
+        grouped.wgrad(plan.factors, Routing(ids, lists, experts), d, x, None, da, u, dy, db)
     if plan.recompute_da is not None and plan.recompute_db is not None:
         plan.recompute_da(
             lists, offsets_at, dy, *dy.stride(), b, *b.stride(), x, *x.stride(), da, *da.stride(), scaling
