@@ -57,7 +57,9 @@ def test_a_right_model_swapped_and_quantized_is_right(name: str) -> None:
     swap(model, quiet=True)
     report = check.model(model, _ids())
     assert report.ok, str(report)
-    assert {"as given", "after a step", "padding", "packing"} <= {row.trial for row in report.rows}
+    trials = {"as given", "after a step", "padding", *(() if name == "gpt_oss" else ("packing",))}
+    assert trials <= {row.trial for row in report.rows}
+    assert ("see each other" in str(report)) == (name == "gpt_oss")  # whose own eager attention knows no positions
     assert {"output", "gradient", "input grad", "loss", "whole", "moved"} <= {row.what for row in report.rows}
 
 
