@@ -423,6 +423,42 @@ def test_a_step_that_cannot_be_captured_goes_on(build: Callable[[], nn.Module], 
     assert_captured(good, 1)
 
 
+class Draws(nn.Module):
+    """Draws in four ways in each step: a dropout's mask, uniform and normal numbers, and a sample of tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, 32), nn.Linear(32, VOCABULARY)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = F.dropout(self.embed(input_ids), 0.3, training=self.training)
+        x = x + torch.rand_like(x) + 0.1 * torch.randn(x.shape, device=x.device, dtype=x.dtype)
+        logits = self.head(x).flatten(0, 1).float()
+        drawn = torch.multinomial(logits.detach().softmax(-1), 1).flatten()
+        return F.cross_entropy(logits, labels.flatten()) + 0.1 * F.cross_entropy(logits, drawn)
+
+
+def test_random_numbers_are_those_of_the_loop_and_leave_the_generator_where_it_leaves_it() -> None:
+    data = batches(9, 16, 24)
+    found = []
+    for captured in (False, True):
+        model = made(Draws)
+        optimizer = adam(model)
+        step = CapturedStep(model, optimizer) if captured else None
+        torch.manual_seed(7)
+        if step is None:
+            losses = written_out(model, optimizer, data)
+        else:
+            losses = [step(**batch).item() for batch in data]
+            assert_captured(step, 2)
+        state = torch.cuda.get_rng_state() if GPU else torch.get_rng_state()
+        found.append((losses, state, torch.rand(4, device=runtime.DEVICE), model))
+    (plain, state, after, first), (ours, our_state, our_after, second) = found
+    assert ours == plain and len(set(plain)) == len(plain)
+    assert torch.equal(our_state, state) and torch.equal(our_after, after)
+    assert_same_weights(first, second)
+
+
 @pytest.mark.gpu
 def test_dropout_draws_anew_in_each_replay() -> None:
     model = made(lambda: Net(dropout=0.5))

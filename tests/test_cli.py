@@ -84,7 +84,7 @@ def test_a_wrong_command_line_is_explained(arguments: list[str], capsys: pytest.
         "profile --config file", "train --out file", "train --out new --lr nan", "train --out new --beta1 3",
         "train --out new --seed 99999999999999999999", "train --out new --text nowhere", "train --out new --heads 0",
         "judge file", "judge nothere", "judge --task nothere", "judge nothere --task vector_add", "judge file --task nothere",
-        "profile --out /proc/new",
+        "profile --out /proc/new", "check-model nothere", "check-model file", "check-model . --tokens 0",
     ),
 )  # fmt: skip
 def test_whatever_is_typed_is_answered_in_a_sentence(
@@ -118,6 +118,7 @@ NEEDED = {
     "train": ["--config", "tiny", "--quiet", "--task", "copy"],
     "profile": [],
     "judge": ["--task", "vector_add"],
+    "check-model": ["nothere"],
 }
 
 

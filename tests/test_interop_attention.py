@@ -12,65 +12,14 @@ import torch
 import transformers
 from packaging.version import Version
 from tensors import randn
-from tiny_models import COMMON, assert_as_eager, tiny_model, tokens
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GptOssConfig,
-    GptOssForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    StaticCache,
-    masking_utils,
-)
+from tiny_models import WINDOW, assert_as_eager, attention_model, tokens
+from transformers import StaticCache, masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kernelbook import check, runtime
 from kernelbook.attention import flash_attention
 from kernelbook.interop import transformers_attention as interop
 from kernelbook.nn import named_attention
-
-WINDOW = 4
-SMALL: dict[str, Any] = {**COMMON, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
-GPT2: dict[str, Any] = {
-    "vocab_size": COMMON["vocab_size"], "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "pad_token_id": 0,
-    "initializer_range": 0.2, "bos_token_id": 1, "eos_token_id": None, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
-}  # fmt: skip
-
-
-ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-
-
-def _model(name: str) -> Any:
-    torch.manual_seed(0)
-    if name == "qwen3_moe":
-        model = tiny_model(name)
-    else:
-        kind, config = {
-            "gemma2": lambda: (
-                Gemma2ForCausalLM,
-                Gemma2Config(**SMALL, sliding_window=WINDOW, attn_logit_softcapping=0.5, query_pre_attn_scalar=8),
-            ),
-            "gpt_oss": lambda: (
-                GptOssForCausalLM,
-                GptOssConfig(**SMALL, num_local_experts=3, sliding_window=WINDOW, rope_parameters=ROPE),
-            ),
-            "gpt2": lambda: (GPT2LMHeadModel, GPT2Config(**GPT2)),
-            "llama": lambda: (LlamaForCausalLM, LlamaConfig(**SMALL)),
-            "mistral": lambda: (MistralForCausalLM, MistralConfig(**SMALL, sliding_window=WINDOW)),
-        }[name]()
-        model = kind(config).to(runtime.DEVICE).eval()
-    if name == "gpt_oss":  # sinks that weigh as much as keys
-        for layer in model.model.layers:
-            torch.nn.init.normal_(layer.self_attn.sinks)
-        model.set_experts_implementation("eager")
-    model.generation_config.eos_token_id = None
-    model.set_attn_implementation("eager")
-    return model
 
 
 def _ours(model: Any) -> Any:
@@ -98,7 +47,7 @@ MIXED = ("gemma2", "gpt_oss")  # one layer with a window, one without
 
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_and_gradients(name: str, calls: list[dict[str, Any]]) -> None:
-    assert_as_eager(_model(name), _ours)
+    assert_as_eager(attention_model(name), _ours)
     assert len(calls) == 2 and all(call["causal"] for call in calls)
     windows = {None, WINDOW} if name in MIXED else {WINDOW if name == "mistral" else None}
     assert {call["window"] for call in calls} == windows
@@ -108,7 +57,7 @@ def test_logits_and_gradients(name: str, calls: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize("cache", ("dynamic", "static"))
 @pytest.mark.parametrize("name", MODELS)
 def test_generation(name: str, cache: str, calls: list[dict[str, Any]]) -> None:
-    model, ids = _model(name), tokens(2, 6)
+    model, ids = attention_model(name), tokens(2, 6)
     how = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": cache, "disable_compile": True}
     expected = model.generate(ids, **how)
     assert torch.equal(_ours(model).generate(ids, **how), expected)
@@ -122,7 +71,7 @@ def test_generation(name: str, cache: str, calls: list[dict[str, Any]]) -> None:
 def test_several_tokens_after_others(calls: list[dict[str, Any]]) -> None:
     """The last query stands at the last key: a prompt that continues, or a batch of guesses."""
     for name in ("llama", "mistral"):
-        model, ids = _model(name), tokens(2, 9)
+        model, ids = attention_model(name), tokens(2, 9)
         with torch.no_grad():
             truth = copy.deepcopy(model).double()(ids).logits[:, 5:]
             outputs = []
@@ -136,7 +85,7 @@ def test_several_tokens_after_others(calls: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("name", ("llama", "mistral"))
 def test_padding_is_pytorchs(name: str, calls: list[dict[str, Any]]) -> None:
-    model, ids = _model(name), tokens(2, 7)
+    model, ids = attention_model(name), tokens(2, 7)
     mask = torch.ones_like(ids)
     mask[1, :3] = 0
     how = {"max_new_tokens": 3, "do_sample": False, "attention_mask": mask}
@@ -157,7 +106,7 @@ def test_a_window_with_something_added_is_no_window() -> None:
 @pytest.mark.parametrize("name", MIXED)
 def test_a_padded_batch_with_sinks_or_a_soft_cap_is_the_models_own(name: str, calls: list[dict[str, Any]]) -> None:
     """PyTorch's attention has neither, and would leave them out (that of transformers 5.17)."""
-    model, ids = _model(name), tokens(2, 7)
+    model, ids = attention_model(name), tokens(2, 7)
     mask = torch.ones_like(ids)
     mask[1, :3] = 0
     model.set_attn_implementation("eager")
@@ -231,7 +180,7 @@ def test_a_mask_of_integers_is_an_error(dtype: torch.dtype) -> None:
     for mask in (torch.ones(1, 1, 9, 9, dtype=dtype), torch.ones(1, 1, 1, 9, dtype=dtype).tril()):
         with pytest.raises(ValueError, match=rf"attention_mask must be of booleans or floating point, got {dtype}"):
             interop.attention_forward(torch.nn.Module(), q, q, q, mask.to(q.device))
-        model = _ours(_model("llama"))
+        model = _ours(attention_model("llama"))
         with pytest.raises(ValueError, match="attention_mask must be of booleans"):
             model(tokens(1, 9), attention_mask=mask.to(q.device))
 
@@ -258,7 +207,7 @@ def test_a_module_that_computes_with_masks_needs_its_own() -> None:
 
 
 def test_a_step_compiled_once_serves_all_lengths() -> None:
-    model, ids = _model("llama"), tokens(2, 7)
+    model, ids = attention_model("llama"), tokens(2, 7)
     ours = _ours(copy.deepcopy(model))
     step = torch.compile(ours, fullgraph=True, backend="aot_eager")
     caches = [StaticCache(config=model.config, max_cache_len=16) for _ in range(2)]
@@ -289,7 +238,7 @@ def _packed(how: str) -> tuple[torch.Tensor, dict[str, Any]]:
 @pytest.mark.parametrize("name", MODELS)
 def test_packed_sequences_are_alone(name: str, how: str, calls: list[dict[str, Any]]) -> None:
     """Logits and gradients of a packed batch, against those of the model's own attention for each sequence."""
-    model, count = _model(name), sum(LENGTHS)
+    model, count = attention_model(name), sum(LENGTHS)
     ids, more = _packed(how)
     parts = ids.view(1, -1)[:, :count].split(LENGTHS, 1)
 

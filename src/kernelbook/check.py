@@ -22,6 +22,7 @@ since the largest of many errors is a matter of luck::
 
 import contextlib
 import dataclasses
+import importlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -264,3 +265,8 @@ def check_op(
         for verdict in verdicts:
             verdict.require()
     return verdicts
+
+
+def model(*args: Any, **kwargs: Any) -> Any:
+    """Check a whole model, layer by layer: :func:`kernelbook.interop.check_model.check_model` with these arguments."""
+    return importlib.import_module("kernelbook.interop.check_model").check_model(*args, **kwargs)

@@ -95,6 +95,7 @@ def use_kernels(model: Any) -> Any:
     """Runs the experts of ``model``, and the LoRA pairs that PEFT put on them, on the kernels. Returns ``model``.
 
     ``model.set_experts_implementation("eager")`` goes back. Call it after ``get_peft_model``, or again.
+    ``kernelbook.check.model(model, batch)`` says whether the model is still right.
 
     Args:
         model: a ``PreTrainedModel`` or a ``PeftModel`` around one.
@@ -188,6 +189,7 @@ def quantize_experts(model: torch.nn.Module, *, block_size: int = 64, double_qua
     what ``save_pretrained`` writes from here on: packed bytes and scales, which ``from_pretrained`` reads as they are.
     Around quantized parameters PEFT nests its wrappers in another order, and an adapter that is saved so can be loaded only
     into a model that was quantized first as well.
+    ``kernelbook.check.model(model, batch, against=before)`` says whether layers and packed weights are right.
     Every implementation of the experts goes on working; all but ``"kernelbook"`` make all experts dense in each forward
     pass and keep them for the backward pass.
 

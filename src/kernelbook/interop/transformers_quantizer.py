@@ -38,6 +38,8 @@ NESTED_BLOCK = 256
 class NF4ExpertsConfig(QuantizationConfigMixin):
     """Experts in 4 bits, everything else as it is: a ``quantization_config`` of transformers' ``from_pretrained``.
 
+    ``kernelbook.check.model(model, batch)`` says whether the loaded model is right.
+
     Args:
         double_quant: quantize the scales too.
         block_size: weights that share a scale: 32, 64, ..., 4096.

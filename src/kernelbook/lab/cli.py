@@ -1,4 +1,4 @@
-"""``python -m kernelbook``: does this machine work, how fast is it, is a kernel right, a training run, a profile."""
+"""``python -m kernelbook``: does this machine work, how fast is it, is a kernel or a model right, a training run, a profile."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import kernelbook
-from kernelbook.lab import profiling
+from kernelbook.lab import check_folder, profiling
 from kernelbook.lab.doctor import doctor
 from kernelbook.train import command as training
 
 __all__ = ["main"]
 
-# What a command needs beside the package's own requirements: all of the extra ``lab``.
-NEEDS = {"profile": ("tabulate",)}
+# What a command needs beside the package's own requirements, and the extra that has it.
+NEEDS = {"profile": (("tabulate",), "lab"), "check-model": (("transformers",), "interop")}
 
 
 # --- judge ----------------------------------------------------------------------------------------------------------
@@ -64,6 +64,12 @@ def parser() -> argparse.ArgumentParser:
     )
     judged.add_argument("--hint", action="count", default=0, help="a hint if it is not right; again: one more")
     judged.add_argument("--seed", type=int, help="of sizes and numbers (default: new ones each time)")
+    check_folder.add_arguments(
+        commands.add_parser(
+            "check-model",
+            help="check a model of transformers on the kernels, layer by layer; exit code 1 if it is wrong",
+        )
+    )
     training.add_arguments(commands.add_parser("train", help="train a small GPT with a sparse backward pass"))
     profiling.add_arguments(commands.add_parser("profile", help="record some training steps of a model"))
     return top
@@ -73,10 +79,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     top = parser()
     given = top.parse_args(arguments)
-    missing = [name for name in NEEDS.get(given.command, ()) if importlib.util.find_spec(name) is None]
+    names, extra = NEEDS.get(given.command, ((), ""))
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         print(
-            f"{given.command}: {', '.join(missing)} must be installed: pip install 'kernelbook[lab]'", file=sys.stderr
+            f"{given.command}: {', '.join(missing)} must be installed: pip install 'kernelbook[{extra}]'",
+            file=sys.stderr,
         )
         return 2
     try:
@@ -93,4 +101,6 @@ def _command(given: argparse.Namespace) -> int:
         return training.train(given)
     if given.command == "judge":
         return judge(given.file, given.task, given.hint, given.seed)
+    if given.command == "check-model":
+        return check_folder.check_folder(given)
     return profiling.profile(given)

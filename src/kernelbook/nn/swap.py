@@ -150,6 +150,8 @@ def swap(
 ) -> Swap:
     """Run PyTorch's own layers inside ``model`` on the kernels, in place; print what changed.
 
+    ``kernelbook.check.model(model, batch)`` says layer by layer whether it is still right; see :func:`kernelbook.check.model`.
+
     A module changes its class, and nothing else: parameters, buffers, hooks, names and the state dict stay. Modules of other
     classes, such as a subclass with a ``forward`` of its own, and modules whose instance has one are left alone. A model of
     transformers runs its attention on the kernels too, by its own interface for that (see
@@ -206,7 +208,8 @@ def swap(
         done.undo()
         raise
     if not quiet:
-        print(done)
+        against = "" if hasattr(model, "set_attn_implementation") else ", against=the model before"
+        print(f"{done}\n  to check it: kernelbook.check.model(model, batch{against})")
     return done
 
 
