@@ -55,7 +55,7 @@ def in_words(shape: str) -> str:
 
 
 def beside(points: pd.DataFrame, peers: tuple[str, ...]) -> str:
-    """A line of Markdown for each peer: how fast ours is beside it, and at how many shapes it is faster or slower.
+    """A line of Markdown for each peer: how fast ours is beside it, and at how many points it is faster or slower.
 
     Args:
         points: of :func:`kernelbook.lab.measured.compared`.
@@ -69,7 +69,7 @@ def beside(points: pd.DataFrame, peers: tuple[str, ...]) -> str:
             text += (
                 f"- **Against {peer}** it is {found['ratio'].min():.2f} to {found['ratio'].max():.2f} times as fast: "
             )
-            text += f"faster at {won} of {len(found)} shapes, slower at {lost or 'none'}.\n"
+            text += f"faster at {won} of {len(found)} points, slower at {lost or 'none'}.\n"
     return text
 
 
