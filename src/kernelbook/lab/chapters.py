@@ -3,7 +3,7 @@
 It does not draw itself (:mod:`kernelbook.lab.plots` does), and holds no figures: they come from the recorded rows.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import pandas as pd
@@ -73,16 +73,15 @@ def beside(points: pd.DataFrame, peers: tuple[str, ...]) -> str:
     return text
 
 
-def attention_points(mode: str) -> list[timing.Case]:
-    """The cases of one mode that a chapter measures on the GPU at hand: causal, heads of 128 numbers."""
-    from kernelbook.lab.bench import attention
+def attention_points(cases: Iterable[timing.Case], mode: str) -> list[timing.Case]:
+    """Of the cases of attention those of one mode that a chapter measures on the GPU at hand: causal, heads of 128 numbers."""
 
     def wanted(case: timing.Case) -> bool:
         shape = case.shape
         same = case.x_name == "N" and case.mode == mode and case.dtype == torch.bfloat16 and case.x in OWN_LENGTHS
         return same and shape["D"] == 128 and shape["H"] == shape["H_kv"] == 16 and shape["causal"] == "yes"
 
-    return [case for case in attention.cases() if wanted(case)]
+    return [case for case in cases if wanted(case)]
 
 
 def attention_sweep(
