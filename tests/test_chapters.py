@@ -10,11 +10,10 @@ from typing import Any
 import nbformat
 import pandas as pd
 import pytest
-import torch
 import yaml
 from programs import program
 
-from kernelbook.lab import plots, record
+from kernelbook.lab import chapters, plots, record
 
 # isort: split
 import triton.language as tl
@@ -289,10 +288,7 @@ def test_a_gpu_too_small_for_some_points_draws_the_others(
     monkeypatch.setattr(record, "sentence", lambda stem, gpu: "")  # what of the record is older a test of tabs shows
     cells = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4).cells
     [cell] = [cell.source for cell in cells if "timing.run_cases(points" in cell.source]
-    ceilings = record.load_ceilings()
-    names = {"pd": pd, "Path": Path, "plots": plots, "record": record, "timing": timing, "bench": bench, "GPU": True}
-    names |= {"torch": torch, "ceilings": ceilings, "bf16_tflops": ceilings["bf16_tflops"].median()}
-    names["results"] = record.results_dir() / record.BOOKS_GPU
+    names = {"chapters": chapters, "plots": plots, "record": record, "timing": timing, "bench": bench, "GPU": True}
     exec(cell, names)  # noqa: S102  a cell of the book
 
 

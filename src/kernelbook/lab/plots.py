@@ -174,16 +174,11 @@ def with_records(stem: str, draw: Callable[[pd.DataFrame, pd.DataFrame], Any]) -
 
 
 def provenance(*tables: pd.DataFrame | None) -> str:
-    """What the rows were measured with: GPU, driver, versions, days and runs, from the rows themselves."""
+    """What the rows were measured with: GPU and versions, from the rows themselves; the files have the rest."""
     rows = pd.concat([table for table in tables if table is not None and len(table)])
     parts = []
-    for column, prefix in (("gpu", ""), ("driver", "driver "), ("torch", "torch "), ("triton", "triton ")):
+    for column, prefix in (("gpu", ""), ("torch", "torch "), ("triton", "triton ")):
         parts.append(prefix + ", ".join(sorted(rows[column].astype(str).unique())))
-    days = sorted(rows["date"].astype(str).unique())
-    parts.append(days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}")
-    if "run" in rows:  # rows beside a bench's own have none
-        runs = list(rows["run"].astype(str).unique())
-        parts.append(f"run {runs[0]}" if len(runs) == 1 else f"{len(runs)} runs")
     return " · ".join(parts)
 
 
@@ -520,7 +515,7 @@ def steps_figure(stem: str, **only: Any) -> Figure | str:
     recorded = _recorded(stem)
     ladders = [] if recorded is None else _ladders(recorded, only)
     if not ladders:
-        return "The ladder is not recorded yet."
+        return "These times are not recorded yet."
     name, rows = ladders[0]
     ours = rows["provider"].str.startswith("kernelbook")
     rows = pd.concat([rows[ours], rows[~ours]])
