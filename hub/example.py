@@ -1,4 +1,8 @@
-"""Loads the kernel repository from the folder that this file lies in, and normalizes some rows."""
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["kernels>=0.17", "torch>=2.11", "triton>=3.6", "numpy>=2.0"]
+# ///
+"""Load the kernel repository from the folder that this file lies in, and normalize some rows: uv run example.py"""
 
 from pathlib import Path
 

@@ -27,7 +27,6 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
-import warm_python
 from stand_in import stand_in_for
 
 from kernelbook import operators, runtime
@@ -45,6 +44,9 @@ hypothesis.settings.register_profile(
     max_examples=10,
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
 )
+hypothesis.settings.register_profile(
+    "fuzz", hypothesis.settings.get_profile("kernelbook"), derandomize=False, max_examples=2000
+)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "kernelbook"))
 
 
@@ -61,11 +63,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if not hasattr(config, "workerinput"):  # once, and workers inherit the environment
-        stack = contextlib.ExitStack()
-        config.add_cleanup(stack.close)
-        stack.enter_context(warm_python.started())
-    sys.executable = os.environ.get("WARM_PYTHON", sys.executable)
     if target := config.getoption("--stand-in"):
         stand_in_for(target)
         config.addinivalue_line("filterwarnings", "ignore:kernelbook. .* has no bfloat16")

@@ -30,6 +30,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from bench import several_gpus
+from bench.moe_block import block_reference
 from kernelbook import check, runtime
 from kernelbook.distributed import (
     ExpertParallel,
@@ -43,8 +45,6 @@ from kernelbook.distributed import (
 from kernelbook.distributed import expert_parallel as expert_parallel_module
 from kernelbook.distributed.exchange import exchange
 from kernelbook.lab import record, remembered_types, timing
-from kernelbook.lab.bench import several_gpus
-from kernelbook.lab.bench.moe_block import block_reference
 from kernelbook.nn import MoELayer, SparseLinear
 from kernelbook.nn.moe import LoRAPair, quantize_parameter
 from kernelbook.train import CONFIGS, Trainer, parallel

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tensors import call_with, label, randn
 
 import kernelbook as kb
+from bench import attention as bench
 from kernelbook import arguments, check, launch, operators, runtime
 from kernelbook.attention import (
     append_to_pages_reference,
@@ -20,7 +21,6 @@ from kernelbook.attention import (
     paged_attention_reference,
 )
 from kernelbook.lab import timing
-from kernelbook.lab.bench import attention as bench
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 

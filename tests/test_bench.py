@@ -1,31 +1,36 @@
-"""The list of what is measured: every bench is in it, and says what its rows depend on."""
+"""What is measured: the list of benches, and the command that measures them case by case."""
 
-import importlib
+import dataclasses
 import subprocess
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import nbformat
 import pandas as pd
 import pytest
+import torch
 
-from kernelbook.lab import bench as registry
-from kernelbook.lab import record
+import bench as registry
+from bench import __main__ as command
+from bench import chapters
+from kernelbook import runtime
+from kernelbook.lab import record, stale, timing
 
-FILES = {"same_loss": "same_loss_curves.jsonl", "study": "sparse_training.csv"}  # the others have their name
+FILES = {"same_loss": "same_loss_curves.jsonl"}  # the others have their name
 FOLDER = Path(registry.__file__).parent
 
 
-@pytest.mark.parametrize("name", registry.NAMES)
-def test_a_bench_names_what_its_rows_depend_on(name: str) -> None:
-    one = registry.bench(name)
-    assert one.name == name and all(path.exists() for path in one.sources)
-    assert (one.cases is not None) == (name in registry.CASE_BY_CASE) == (one.run is None)
-    for module in one.library:
-        assert importlib.import_module(module).__name__.startswith("kernelbook."), module
+# --- the list -------------------------------------------------------------------------------------------------------
 
 
-def test_every_module_is_in_the_list() -> None:
-    assert {path.stem for path in FOLDER.glob("*.py")} - {"__init__"} == set(registry.NAMES)
+def test_every_module_that_makes_a_bench_is_in_the_list() -> None:
+    makes = {path.stem for path in FOLDER.glob("*.py") if "\nBENCH = " in path.read_text()}
+    assert makes == set(registry.NAMES)
+    for one in registry.benches():
+        assert (one.cases is not None) == (one.name in registry.CASE_BY_CASE) == (one.run is None)
+        assert all(stem == one.name or stem.startswith(f"{one.name}_") for stem in one.keys)
     assert [one.name for one in registry.benches()] == list(registry.NAMES)
 
 
@@ -56,27 +61,268 @@ def test_every_recorded_provider_that_is_not_ours_has_a_distribution() -> None:
 
 
 def test_the_list_is_there_before_any_bench() -> None:
-    code = "import sys; from kernelbook.lab import bench; print([n for n in sys.modules if n.startswith(bench.__name__ + '.')])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    code = "import sys, bench; print([n for n in sys.modules if n.startswith('bench.') and n != 'bench.baselines'])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=FOLDER.parent, capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 
 
 def test_a_bench_without_or_with_both_kinds_of_measuring_and_an_unknown_one_are_told() -> None:
-    common = {"name": "kitchen", "sources": (), "library": (), "baselines": {}}
     with pytest.raises(ValueError, match="kitchen must have either cases or run, got none"):
-        registry.Bench(**common)
+        registry.Bench(name="kitchen", baselines={})
     with pytest.raises(ValueError, match="kitchen must have either cases or run, got both"):
-        registry.Bench(**common, cases=list, run=int)
+        registry.Bench(name="kitchen", baselines={}, cases=list, run=int)
     with pytest.raises(ValueError, match=r"bench: name must be one of attention, .*, got 'kitchen'"):
         registry.bench("kitchen")
 
 
 def test_what_is_not_installed_is_told_once() -> None:
-    common = {"name": "kitchen", "sources": (), "library": (), "cases": list}
     providers = {"torch": "torch", "one": "no-such-package", "two": "no-such-package", "three": "nor-this"}
-    one = registry.Bench(**common, baselines=providers, needs={"nor-this": "everything"}, left_out=("steam",))
-    assert one.missing() == [
+    how = {"needs": {"nor-this": "everything"}, "left_out": ("steam",)}
+    assert registry.Bench(name="kitchen", cases=list, baselines=providers, **how).missing() == [
         "one, two (package no-such-package is not installed)",
         "everything (package nor-this is not installed)",
         "steam",
     ]
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+Run = Callable[..., int]
+
+
+def _case(ours: Any, x: float = 8) -> timing.Case:
+    def build() -> timing.Problem:
+        given = torch.randn(4, 8, device=runtime.DEVICE)
+        doubled = [given + given]
+        calls = {"torch": lambda: doubled, "kernelbook": lambda: [ours(given)]}
+        return timing.Problem(calls, lambda: [given.double() * 2], lambda: doubled, 2.0)
+
+    return timing.Case("double", "forward", torch.float32, {"N": 8}, "N", x, 1.0, 1.0, build)
+
+
+def _double(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def _stopped(x: torch.Tensor) -> torch.Tensor:
+    raise KeyboardInterrupt
+
+
+def _raises(x: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("no such kernel")
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    """Measures the given cases, as on a GPU named fake-gpu, into ``tmp_path``; returns the exit code."""
+    monkeypatch.setattr(timing, "measure_ceilings", lambda: timing.Ceilings(4000.0, 700.0, 350.0, 4.0, 7.0))
+    monkeypatch.setattr(runtime, "device_slug", lambda: "fake-gpu")
+    monkeypatch.setattr(command, "can_measure", lambda: True)
+    monkeypatch.setattr(stale, "commit", lambda: "one")
+    monkeypatch.setattr(stale, "kernels_hash", lambda *_: "today")
+
+    def call(*cases: timing.Case, extras_fail: bool = False, models: Sequence[timing.Case] = (), more: str = "") -> int:
+        def extras() -> Iterator[tuple[str, pd.DataFrame]]:
+            yield "layer_norm_errors", pd.DataFrame([{"dtype": "float32", "error": 0.5}])
+            if extras_fail:
+                raise RuntimeError("no second table")
+
+        one = registry.Bench(
+            name="layer_norm",
+            baselines={"torch": "torch", "peer": "no-such-package"},
+            cases=lambda: cases,
+            models=lambda: models,
+            extras=extras,
+            keys={"layer_norm_errors": ("dtype",)},
+        )
+        monkeypatch.setattr(registry, "bench", lambda name: one)
+        return command.main(["layer_norm", "--out", str(tmp_path), "--rep-ms", "1", *more.split()])
+
+    return call
+
+
+def _recorded(folder: Path, name: str = "layer_norm") -> list[tuple[str, ...]]:
+    """-> run and x of each row."""
+    path = folder / "fake-gpu" / f"{name}.csv"
+    if not path.exists():
+        return []
+    rows = pd.read_csv(path, dtype=str)
+    return list(rows[["run", "x"] if "x" in rows else ["run"]].itertuples(index=False, name=None))
+
+
+@pytest.mark.skipif(runtime.DEVICE.type == "cuda", reason="about machines without a GPU")
+def test_the_interpreter_is_not_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["layer_norm", "--out", str(tmp_path)]) == 2
+    assert "no GPU" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("typed", "wrong"),
+    [
+        ("", "must say what to measure"),
+        ("kitchen", "'kitchen'"),
+        ("nf4 --part 2/2", "I < N, got 2/2"),
+        ("nf4 --rep-ms -1", "above zero, got -1"),
+        ("nf4 --select (", "regular expression, got ("),
+        ("nf4 --out /proc/new", "a folder to write to, got /proc/new"),
+    ],
+)
+def test_what_it_cannot_take_is_named(typed: str, wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        command.main(typed.split())
+    assert stopped.value.code == 2 and wrong in capsys.readouterr().err
+
+
+def test_rows_are_measured_with_what_the_rules_choose(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(runtime, "autotune_enabled", lambda: True)
+    assert run(_case(_double)) == 2
+    assert "KERNELBOOK_AUTOTUNE must not be set" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("ours", "code"), ((_double, 0), (lambda x: x * 2.1, 1)))
+def test_what_is_right_only_is_recorded(
+    ours: Any, code: int, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(_case(ours)) == code
+    streams = capsys.readouterr()
+    assert "left out: peer (package no-such-package is not installed)" in streams.out
+    if code == 0:
+        assert {run for run, _ in _recorded(tmp_path)} == {run for (run,) in _recorded(tmp_path, "ceilings")}
+        rows = pd.read_csv(tmp_path / "fake-gpu" / "layer_norm.csv", dtype=str, keep_default_na=False)
+        assert [*rows["commit"], *rows["kernels"]] == ["one", "one", "today", "today"]
+        assert [peer.split()[0] if peer else "" for peer in rows["peer"]] == ["torch", ""]
+    else:
+        assert "NOT RECORDED: double forward" in streams.err
+        assert not _recorded(tmp_path) and not _recorded(tmp_path, "ceilings")
+    assert (tmp_path / "fake-gpu" / "layer_norm_errors.csv").exists()
+
+
+def test_it_goes_on_where_it_was_stopped(run: Run, tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run(_case(_double, 1), _case(_double, 2), _case(_stopped, 3), _case(_double, 4))
+    rows = _recorded(tmp_path)
+    assert [x for _, x in rows] == ["1", "1", "2", "2"]
+    assert [(rows[0][0],)] == _recorded(tmp_path, "ceilings") and len({run for run, _ in rows}) == 1
+    assert run(_case(_raises, 1), _case(_raises, 2), _case(_double, 3)) == 0
+    later = _recorded(tmp_path)
+    assert later[:4] == rows and [x for _, x in later[4:]] == ["3", "3"]
+    assert {(run,) for run, _ in later} == set(_recorded(tmp_path, "ceilings"))
+
+
+def test_rows_of_another_commit_are_replaced_and_with_stale_only_those_of_other_kernels(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cases = [_case(_double, 1), _case(_double, 2)]
+    assert run(*cases) == 0
+    first = _recorded(tmp_path)
+    monkeypatch.setattr(stale, "commit", lambda: "two")
+    assert run(*cases, more="--stale") == 0 and _recorded(tmp_path) == first
+    assert run(*cases) == 0 and not set(_recorded(tmp_path)) & set(first)
+    second = _recorded(tmp_path)
+    monkeypatch.setattr(stale, "kernels_hash", lambda *_: "tomorrow")
+    assert run(*cases, more="--stale") == 0 and not set(_recorded(tmp_path)) & set(second)
+
+
+def test_a_part_of_the_cases_and_those_that_an_expression_finds(run: Run, tmp_path: Path) -> None:
+    models = [_case(_double, x) for x in (4, 5)]
+    assert run(*(_case(_double, x) for x in (1, 2, 3)), models=models, more="--part 1/2") == 0
+    assert [x for _, x in _recorded(tmp_path)] == ["2", "2"] and [x for _, x in _recorded(tmp_path, "models")] == [
+        "5"
+    ] * 2
+    assert not (tmp_path / "fake-gpu" / "layer_norm_errors.csv").exists()  # which the first part measures
+    assert run(_case(_double, 7), models=models, more="--select N=[4-6]$") == 0
+    assert sorted(x for _, x in _recorded(tmp_path, "models")) == ["4", "4", "5", "5"] and len(_recorded(tmp_path)) == 2
+
+
+def test_warming_calls_all_and_records_nothing(run: Run, tmp_path: Path) -> None:
+    seen: list[torch.Size] = []
+
+    def ours(x: torch.Tensor) -> torch.Tensor:
+        seen.append(x.shape)
+        return x
+
+    assert run(_case(_raises, 1), _case(ours, 2), models=[_case(ours, 3)], more="--warm") == 0
+    assert len(seen) == 2 and not (tmp_path / "fake-gpu").exists()
+
+
+def test_a_case_that_raises_does_not_lose_the_others(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(_case(_raises, 1), _case(_double, 2), extras_fail=True) == 1
+    assert [x for _, x in _recorded(tmp_path)] == ["2", "2"]
+    assert (tmp_path / "fake-gpu" / "layer_norm_errors.csv").exists()
+    lost = [line for line in capsys.readouterr().err.splitlines() if line.startswith("NOT RECORDED")]
+    assert lost == [
+        "NOT RECORDED: double forward float32 N=8 N=1: RuntimeError: no such kernel",
+        "NOT RECORDED: layer_norm, extras: RuntimeError: no second table",
+    ]
+
+
+@pytest.mark.parametrize(("name", "taken"), [("several_gpus", {"select": "train"}), ("sparse_training", {})])
+def test_what_has_a_clock_of_its_own_gets_the_options_that_it_takes(
+    name: str,
+    taken: dict[str, str],
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    seen: list[object] = []
+    own = dataclasses.replace(registry.bench(name), run=lambda folder, **given: seen.append((folder, given)) or 0)
+    monkeypatch.setattr(registry, "bench", lambda _: own)
+    how = [name, "--out", str(tmp_path)]
+    assert command.main([*how, *(["--select", "train"] if taken else [])]) == 0
+    assert seen == [(tmp_path / "fake-gpu", taken)]
+    assert command.main([*how, "--layers", "2"]) == 2 and len(seen) == 1
+    assert capsys.readouterr().err == f"bench: {name} does not take --layers\n"
+
+
+def test_rows_of_several_folders_are_put_together(tmp_path: Path) -> None:
+    row = dict.fromkeys(record.COLUMNS, "1")
+    for part, x, value in (("a", "1", "old"), ("b", "1", "new"), ("b", "2", "new")):
+        record.write_results(tmp_path / part / "gpu" / "nf4.csv", pd.DataFrame([row | {"x": x, "ms": value}]))
+    for part, wrong in (("a", 1), ("b", 2)):
+        table = pd.DataFrame([{"op": "f", "variant": "v", "dtype": "d", "shape": "s", "wrong": wrong}])
+        record.write_results(
+            tmp_path / part / "gpu" / "layer_norm_barrier.csv",
+            table,
+            registry.bench("layer_norm").keys["layer_norm_barrier"],
+        )
+        line = {"shape": "s", "way": "w", "seed": 1, "steps": 2, "validation_loss": [wrong]}
+        record.write_lines(tmp_path / part / "gpu" / "same_loss_curves.jsonl", [line], ("way",))
+    assert command.main(["--merge", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path / "all")]) == 0
+    folder = tmp_path / "all" / "gpu"
+    assert pd.read_csv(folder / "nf4.csv", dtype=str)[["x", "ms"]].to_numpy().tolist() == [["1", "new"], ["2", "new"]]
+    assert pd.read_csv(folder / "layer_norm_barrier.csv")["wrong"].tolist() == [2]
+    assert pd.read_json(folder / "same_loss_curves.jsonl", lines=True)["validation_loss"].tolist() == [[2]]
+
+
+# --- chapters -------------------------------------------------------------------------------------------------------
+
+WITH_STEPS = [path for path in sorted(chapters.NOTEBOOKS.glob("*.ipynb")) if "record=RECORD_STEPS" in path.read_text()]
+
+
+@pytest.mark.parametrize("path", WITH_STEPS, ids=lambda path: path.stem)
+def test_a_chapter_records_its_steps_and_ends_there(path: Path) -> None:
+    sources = [cell.source for cell in chapters.recording(path).cells]
+    assert sum("RECORD_STEPS = True" in source for source in sources) == 1
+    assert "record=RECORD_STEPS" in sources[-1]
+
+
+def test_a_chapter_without_its_switch_or_with_a_cell_that_fails_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(chapters, "NOTEBOOKS", tmp_path)
+    new = nbformat.v4.new_code_cell
+    for name, cells in (
+        ("none", ["1"]),
+        ("fails", ["RECORD_STEPS = False", "assert not RECORD_STEPS"]),
+        ("right", ["RECORD_STEPS = False"]),
+    ):
+        nbformat.write(nbformat.v4.new_notebook(cells=[new(cell) for cell in cells]), tmp_path / f"{name}.ipynb")
+    with pytest.raises(ValueError, match="expected one line 'RECORD_STEPS = False', found 0"):
+        chapters.record_steps("none")
+    assert chapters.record_steps("fails") == 1 and "NOT RECORDED: fails" in capsys.readouterr().err
+    assert chapters.record_steps("right") == 0

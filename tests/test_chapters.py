@@ -1,12 +1,10 @@
 """What makes pages of notebooks: their ladders' programs, formulas, questions, executions that are kept."""
 
-import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import nbformat
@@ -16,146 +14,12 @@ import torch
 import yaml
 from programs import program
 
-from kernelbook import runtime
-from kernelbook.lab import measured, older, plots, record
+from kernelbook.lab import plots, record
 
 # isort: split
 import triton.language as tl
 
 ROOT = Path(__file__).resolve().parents[1]
-WITH_STEPS = [path.stem for path in (ROOT / "notebooks").glob("*.ipynb") if "record=RECORD_STEPS" in path.read_text()]
-
-
-@pytest.mark.parametrize("name", WITH_STEPS)
-def test_a_ladder_s_program_ends_with_the_ladder(name: str) -> None:
-    tool = program("record_chapters")
-    path = ROOT / "notebooks" / f"{name}.ipynb"
-    source, code = (
-        tool.steps_program(path),
-        [cell.replace("STEPS = False", "STEPS = True") for cell in tool.code_of(path)],
-    )
-    assert source.count("RECORD_STEPS = True") == 1
-    *_, last = [cell for cell in code if "record=RECORD_STEPS" in cell]
-    assert source.endswith(last) and "\n\n".join(code).startswith(source)
-
-
-def test_without_its_switch_no_chapter_records(tmp_path: Path) -> None:
-    tool = program("record_chapters")
-    cell = {"cell_type": "code", "source": "time_steps(record=RECORD_STEPS)"}
-    path = tmp_path / "chapter.ipynb"
-    path.write_text(json.dumps({"cells": [cell]}))
-    with pytest.raises(ValueError, match="expected one line 'RECORD_STEPS = False', found 0"):
-        tool.steps_program(path)
-
-
-def test_a_chapter_that_fails_or_takes_too_long_keeps_no_other_from_its_record(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tool = program("record_chapters")
-    assert tool.record(["-c", ""], 100.0) == "recorded"
-    assert tool.record(["-c", "1 / 0"], 100.0) == "FAILED with 1"
-    assert tool.record(["-c", "import time\ntime.sleep(100)"], 0.1) == "TIME IS UP"
-
-    def record_chapter(name: str, steps: bool, scratch: Path, seconds: float) -> str:
-        if name == "missing":
-            raise FileNotFoundError(name)
-        return "recorded" if steps and seconds <= 100 else "FAILED with 1"
-
-    monkeypatch.setattr(tool, "record_chapter", record_chapter)
-    monkeypatch.setattr(tool, "record_profile", lambda scratch, what: what == "--slowly")
-    assert tool.main(["--steps", "--seconds", "100", "missing", "right", "--slow", "--profile"]) == 1
-    done_so = "rehearsed (nothing is written without a GPU)" if runtime.INTERPRET else "recorded"
-    assert capsys.readouterr().out.splitlines()[-1] == (
-        f"2 {done_so}; not recorded: missing (FAILED: FileNotFoundError: missing), --profile (FAILED)"
-    )
-    assert tool.main(["--seconds", "0", "right"]) == 1
-    assert "not recorded: right (NO TIME LEFT)" in capsys.readouterr().out
-    assert tool.main(["--steps", "right"]) == 1  # no limit
-    assert tool.main([]) == 2
-
-
-def test_cells_that_ask_the_compiler_or_use_its_answer_are_left_out(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from kernelbook.lab import compiled
-
-    monkeypatch.setattr(compiled, "compile_calls", compiled.compile_calls)
-    tool = program("record_chapters")
-    asks = "from kernelbook.lab import compiled\nkept = 1\nreport = compiled.compile_calls('...')"
-    cells = ("report = None", asks, "table = [report]", "print('a ladder', kept)", "assert 'table' not in globals()")
-    for i, cell in enumerate(cells):
-        (tmp_path / f"{i:03}.py").write_text(cell)
-    tool.run_cells(tmp_path)
-    out = capsys.readouterr().out
-    assert "the cell 001 is left out" in out and "the cell 002 is left out" in out and "a ladder 1" in out
-    for last, words in (("another", "another"), ("dict(record=RECORD_STEPS, of=report)", "RECORD_STEPS")):
-        (tmp_path / "005.py").write_text(last)
-        with pytest.raises(NameError, match=words):
-            tool.run_cells(tmp_path)
-
-
-def test_a_profile_keeps_what_the_page_reads() -> None:
-    tool = program("record_chapters")
-    stalled = "smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio"
-    columns = ["ID", "Host Name", "Kernel Name", "gpu__time_duration.sum", stalled, "sm__other.sum"]
-    rows = [["", "", "", "ns", "inst", "%"], ["0", "a", "_layer_norm_fwd_kernel", "61,184", "0.25", "3"]]
-    rows += [["1", "a", "_elementwise_kernel", "9", "0.5", "3"]]
-    text = "\n".join(["==PROF== Connected", *(",".join(f'"{cell}"' for cell in row) for row in [columns, *rows])])
-    table = tool.read_profile(text)
-    assert table["metric"].tolist() == ["gpu__time_duration.sum", stalled]
-    assert table["value"].tolist() == ["61184", "0.25"] and table["unit"].tolist() == ["ns", "inst"]
-    assert set(table["problem"]) == {"M=65536 N=4096"}
-
-
-def test_the_counters_of_a_call_are_those_of_its_longest_kernel() -> None:
-    columns = ["ID", "Kernel Name", "gpu__time_duration.sum", "launch__grid_size"]
-    rows = [["", "", "ns", ""], ["0", "_short_kernel", "999", "1"], ["1", "void long(int, int)", "61,184", "2"]]
-    text = "\n".join(["==PROF== Connected", *(",".join(f'"{cell}"' for cell in row) for row in [columns, *rows])])
-    table = program("record_chapters").read_longest(text)
-    assert set(table["kernel"]) == {"void long(int, int)"}
-    assert dict(zip(table["metric"], table["value"], strict=True)) == {
-        "gpu__time_duration.sum": "61184",
-        "launch__grid_size": "2",
-    }
-
-
-def test_what_is_counted_already_is_not_counted_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    tool, asked, version = program("record_chapters"), [], "of 1"
-    one = SimpleNamespace(package=lambda: version)
-    case = {
-        mode: SimpleNamespace(key=("layer_norm", mode, "bfloat16", "M=1 N=8", "N", "8"))
-        for mode in ("forward", "backward")
-    }
-    monkeypatch.setattr(record, "results_dir", lambda: tmp_path)
-    monkeypatch.setattr(tool, "middle_cases", lambda: {mode: (one, case[mode]) for mode in case})
-    failing = {"backward"}
-
-    def run_counted(scratch: Path, arguments: list[str]) -> str:
-        asked.append(arguments[-1])
-        rows = '"Kernel Name","gpu__time_duration.sum"\n"","ns"\n"_kernel","5"\n'
-        return "" if arguments[-1] in failing else rows
-
-    monkeypatch.setattr(tool, "run_counted", run_counted)
-    assert not tool.record_counters(tmp_path, 0.0) and asked == []  # no time
-    assert not tool.record_counters(tmp_path, 100.0) and asked == ["forward", "backward"]
-    failing.clear()
-    assert tool.record_counters(tmp_path, 100.0) and asked[2:] == ["backward"]
-    assert tool.record_counters(tmp_path, 100.0) and len(asked) == 3
-    version = "of 2"
-    assert tool.record_counters(tmp_path, 100.0) and asked[3:] == ["forward", "backward"]
-    (path,) = tmp_path.glob("*/counters.csv")
-    assert sorted(pd.read_csv(path, dtype=str)[["mode", "package"]].itertuples(index=False, name=None)) == [
-        ("backward", "of 2"),
-        ("forward", "of 2"),
-    ]
-
-
-def test_the_middle_point_of_every_function_is_a_case_that_can_be_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "device_slug", lambda: record.BOOKS_GPU)
-    found = measured.bounded(record.BOOKS_GPU)
-    cases = [case for _, case in program("record_chapters").middle_cases().values()]
-    assert {(case.op, case.mode) for case in cases} == set(zip(found["op"], found["mode"], strict=True))
-    assert {case.dtype for case in cases} == {torch.bfloat16}
 
 
 def test_formulas() -> None:
@@ -242,7 +106,11 @@ def faults_of_folds(cells: list[Any]) -> list[str]:
 @pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem)
 def test_a_chapter_finds_the_book_from_any_folder(path: Path) -> None:
     """By ``record.results_dir()``."""
-    assert not [cell for cell in program("record_chapters").code_of(path) if "../book" in cell]
+    assert not [
+        cell
+        for cell in nbformat.read(path, as_version=4).cells
+        if "../book" in cell.source and cell.cell_type == "code"
+    ]
 
 
 @pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem)
@@ -400,31 +268,14 @@ def test_what_nbval_executes_is_kept_as_a_page_shows_it(monkeypatch: pytest.Monk
     assert kept.metadata.language_info.pygments_lexer == "ipython3"
 
 
-@pytest.mark.parametrize("name", sorted(WITH_STEPS))
-def test_a_ladder_recorded_from_other_kernels_says_so(name: str) -> None:
-    stem = re.search(
-        r'time_steps\(\s*"(\w+)"', program("record_chapters").steps_program(ROOT / "notebooks" / f"{name}.ipynb")
-    )
-    assert stem is not None
-    own = pd.DataFrame()
-    own.attrs["package"] = record.notebook_version(stem[1])  # as time_steps gives it to the page
-    assert re.fullmatch(rf"{stem[1]}\+[0-9a-f]{{8}}", own.attrs["package"])
-    text = plots.steps(stem[1], own=own)
-    shown = plots._recorded(stem[1])
-    if shown is None:
-        assert text == "Nothing is recorded yet."
-    else:
-        assert ("of an earlier version" in text) == (own.attrs["package"] not in set(shown["package"]))
-
-
 @pytest.mark.parametrize("left", [3, 2, 1, 0])
 @pytest.mark.parametrize("name", ["attention_forward", "attention_backward"])
 def test_a_gpu_too_small_for_some_points_draws_the_others(
     name: str, left: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The cell that measures the reader's own points, with as many of them as fit."""
+    from bench import attention as bench
     from kernelbook.lab import timing
-    from kernelbook.lab.bench import attention as bench
 
     recorded = record.load_results("attention")
 
@@ -435,7 +286,7 @@ def test_a_gpu_too_small_for_some_points_draws_the_others(
         return rows[list(record.COLUMNS)].astype(str), []
 
     monkeypatch.setattr(timing, "run_cases", run_cases)
-    monkeypatch.setattr(older, "sentence", lambda stem, gpu: "")  # what of the record is older a test of tabs shows
+    monkeypatch.setattr(record, "sentence", lambda stem, gpu: "")  # what of the record is older a test of tabs shows
     cells = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4).cells
     [cell] = [cell.source for cell in cells if "timing.run_cases(points" in cell.source]
     ceilings = record.load_ceilings()
@@ -467,7 +318,16 @@ def prose_of(cells: list[Any]) -> str:
 
 
 # Chapters in which a word of the glossary means another thing.
-OTHERWISE = {"launches": {"lock"}, "several_gpus": {"rank"}, "sparse_training": {"race", "rank"}}
+OTHERWISE = {
+    "launches": {"lock"},
+    "several_gpus": {"rank"},
+    "sparse_training": {"race", "rank"},
+    # Of a tensor in memory.
+    "layer_norm": {"layout"},
+    "nf4": {"layout"},
+    "nf4_products": {"layout"},
+    "sparse_linear": {"layout"},
+}
 
 
 def unlinked_terms(prose: str, terms: list[str]) -> list[str]:

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from bench import ROOMS
 from kernelbook import runtime
-from kernelbook.lab.bench import ROOMS
 from kernelbook.lab.compiled import CompiledKernel, CompileError, compile_calls, compile_each, write_reports
 
 # isort: split
@@ -299,7 +299,7 @@ for counts in ((96, 32, 128, 32), (4096,)):
     layout = train.Layout.of_fraction(counts, 0.1, torch.device("cpu"))
     for name in ("random", "ema_topk", "knn"):
         train.make_scheduler(name, layout).select()
-from kernelbook.lab.bench.sparse_inference import Predictor
+from bench.sparse_inference import Predictor
 for neurons in (4096, 16384):
     predictor = Predictor(64, neurons, 16, count=600).to(torch.bfloat16)
     for tokens in (1, 8):

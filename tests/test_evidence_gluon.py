@@ -1,4 +1,4 @@
-"""The kernels in Gluon, of ``packed`` and of attention on Hopper, by the interpreter: see ``gluon_interpreted``."""
+"""The kernels in Gluon, of ``packed`` and of attention on Hopper, by ``kernelbook.lab.gluon``."""
 
 import dataclasses
 import functools
@@ -25,7 +25,9 @@ from kernelbook.packed import products
 if not (runtime.INTERPRET and triton.__version__.startswith(("3.6.", "3.7."))):
     pytest.skip("needs the interpreter of Triton 3.6 or 3.7", allow_module_level=True)
 
-from gluon_interpreted import interpreted
+from gluon_assembly import assembly, bounded
+
+from kernelbook.lab.gluon import interpreted
 
 F16 = torch.float16
 
@@ -44,7 +46,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[products.Plan | N
     for name in ("PACKED_ROWS", "PACKED_ELEMENTS", "SOME_ELEMENTS"):
         monkeypatch.setattr(nf4_kernels, name, 0)
     operators.forget_plans()
-    with interpreted():
+    with interpreted(assembly=assembly, any_tile=True, bounded=bounded):
         yield made
     operators.forget_plans()
 

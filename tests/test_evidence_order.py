@@ -4,7 +4,7 @@ It reports two kinds of pairs. Lines of a kernel's definition stand for the comp
 the program, and the parts their arguments, through shared memory: every such store is followed by a barrier of all warps before
 anything else happens to shared memory, every such load comes right behind one and is followed by the next. And what one warpgroup
 leaves for another lies between mbarriers: whoever arrives there does so after its warps have met, so that all of them have stored
-or loaded by then. ``tools/evidence/handshake.py`` shows that racecheck reports programs that do just that and nothing else.
+or loaded by then. racecheck reports programs of a few lines that do just that and nothing else.
 """
 
 import inspect

@@ -14,12 +14,12 @@ import triton
 from tensors import randn
 from triton.runtime import interpreter
 
+from bench.sparse_inference import Predictor
 from kernelbook import arguments, check, operators, runtime
 from kernelbook.attention import flash_attention_reference, paged_attention_reference
 from kernelbook.attention import kernels as attention_kernels
 from kernelbook.attention import kernels_decode as decode_kernels
 from kernelbook.interop import rotary
-from kernelbook.lab.bench.sparse_inference import Predictor
 from kernelbook.moe_lora import kernels as moe_kernels
 from kernelbook.moe_lora import moe_lora_reference
 from kernelbook.nn import kernels as nn_kernels

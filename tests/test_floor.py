@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from bench import floor
 from kernelbook import runtime
-from kernelbook.lab import floor
 
 
 @pytest.mark.parametrize("rows", (None, (5, 0, 5, 11)))

@@ -2,8 +2,8 @@
 
 import pytest
 
+from bench import host
 from kernelbook.lab import timing
-from kernelbook.lab.bench import host
 
 
 def test_every_call_is_measured_beside_what_pytorch_has(monkeypatch: pytest.MonkeyPatch) -> None:

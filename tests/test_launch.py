@@ -5,6 +5,8 @@ import itertools
 import json
 import math
 import os
+import subprocess
+import sys
 import textwrap
 import types
 import warnings
@@ -14,7 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import forked
 import hypothesis
 import pytest
 import torch
@@ -323,7 +324,9 @@ def test_with_another_version_kernels_go_plain_ways_and_warn_once() -> None:
     """
     environment = {**os.environ, "PYTHONPATH": str(Path(launch.__file__).parents[1]), "CUDA_VISIBLE_DEVICES": ""}
     environment["TRITON_INTERPRET"] = "1"
-    done = forked.python(textwrap.dedent(code), environment)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -614,5 +617,7 @@ def test_a_room_that_is_reloaded_declares_its_operators_anew() -> None:
         "CUDA_VISIBLE_DEVICES": "",
         "TRITON_INTERPRET": "1",
     }
-    done = forked.python(textwrap.dedent(code), environment)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], env=environment, capture_output=True, text=True, check=False
+    )
     assert done.stdout.strip() == "fine", done.stderr

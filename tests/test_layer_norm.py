@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tensors import far_apart, label, randn
 
 import kernelbook as kb
+from bench import layer_norm as bench
 from kernelbook import check, runtime
-from kernelbook.lab.bench import layer_norm as bench
 from kernelbook.layer_norm import kernels, layer_norm_backward_reference, layer_norm_reference
 from kernelbook.nn import LayerNorm
 from kernelbook.study.layer_norm import LOCK_BUFFERS, layer_norm_with_locks

@@ -5,12 +5,23 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from bench import counters as bench_counters
+from kernelbook import runtime
 from kernelbook.lab import measured, record
 
 
 @pytest.fixture
 def rows() -> pd.DataFrame:
-    point = {"op": "f", "mode": "forward", "dtype": "float32", "shape": "N=1", "x_name": "N", "x": 1, "gpus": 1.0}
+    point = {
+        "op": "f",
+        "mode": "forward",
+        "dtype": "float32",
+        "shape": "N=1",
+        "x_name": "N",
+        "x": 1,
+        "gpus": 1.0,
+        "state": "current",
+    }
     return pd.DataFrame(
         [
             {"run": run, **point, "provider": provider, "ms": ms, "ms_p20": ms - band, "ms_p80": ms + band, "host_us": host}
@@ -190,7 +201,32 @@ def test_what_was_counted_names_what_a_warp_waits_for(tmp_path: Path, monkeypatc
 def test_what_is_wrong_is_no_baseline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(record, "results_dir", lambda: tmp_path)
     (tmp_path / "gpu").mkdir()
-    rows = pd.DataFrame({"provider": ["torch", "peer", "unchecked"], "ms": 1.0, "gbytes": 1.0, "gflop": 1.0})
+    rows = pd.DataFrame(
+        {"provider": ["torch", "peer", "unchecked"], "ms": 1.0, "gbytes": 1.0, "gflop": 1.0, "kernels": ""}
+    )
     rows.assign(err_ratio=[1.0, 292.0, None]).to_csv(tmp_path / "gpu" / "attention.csv", index=False)
     assert record.load_results("attention", "gpu")["provider"].tolist() == ["torch", "unchecked"]
     assert record.wrong_results("attention", "gpu")["provider"].tolist() == ["peer"]
+
+
+def test_the_middle_point_of_every_function_is_a_case_that_can_be_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "device_slug", lambda: record.BOOKS_GPU)
+    found = measured.bounded(record.BOOKS_GPU)
+    cases = list(bench_counters.middle_cases().values())
+    assert {(case.op, case.mode) for case in cases} == set(zip(found["op"], found["mode"], strict=True))
+    assert {str(case.dtype) for case in cases} == {"torch.bfloat16"}
+
+
+def test_of_the_counters_of_a_call_those_of_its_longest_kernel_are_kept() -> None:
+    stalled = "smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio"
+    columns = ["ID", "Kernel Name", "gpu__time_duration.sum", stalled, "sm__other.sum"]
+    rows = [
+        ["", "", "ns", "inst", "%"],
+        ["0", "_short", "999", "1", "3"],
+        ["1", "void long(int, int)", "61,184", "0.25", "3"],
+    ]
+    text = "\n".join(["==PROF== Connected", *(",".join(f'"{cell}"' for cell in row) for row in [columns, *rows])])
+    kept = bench_counters.longest(bench_counters.read_raw(text))
+    assert set(kept["kernel"]) == {"void long(int, int)"} and kept["unit"].tolist() == ["ns", "inst"]
+    assert dict(zip(kept["metric"], kept["value"], strict=True)) == {"gpu__time_duration.sum": "61184", stalled: "0.25"}
+    assert bench_counters.read_raw("").empty

@@ -2,8 +2,7 @@
 
 import pytest
 
-from kernelbook.lab import models
-from kernelbook.lab.bench import ROOMS, bench
+from bench import ROOMS, bench, models
 
 
 @pytest.mark.parametrize("room", ROOMS)

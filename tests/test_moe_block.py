@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from bench import moe_block
 from kernelbook import check, runtime
 from kernelbook.lab import timing
-from kernelbook.lab.bench import moe_block
 from kernelbook.nf4 import NF4Tensor, nf4_dequantize, nf4_quantize
 from kernelbook.nn import ClampedSwiGLU, GatedExperts, MoELayer, NF4Linear, load_balancing_loss, moe
 from kernelbook.nn import experts as nn_experts

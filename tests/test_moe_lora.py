@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tensors import call_with, far_apart, guarded_memory, label, randn
 
 import kernelbook as kb
+from bench import moe_lora as bench
 from kernelbook import arguments, check, operators, runtime
 from kernelbook.lab import timing
-from kernelbook.lab.bench import moe_lora as bench
 from kernelbook.lab.compiled import compile_calls
 from kernelbook.moe_lora import (
     grouped_mm_moe_lora,

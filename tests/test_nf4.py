@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import kernelbook
+from bench import nf4 as bench
 from kernelbook import check, gluon_names, operators, runtime
-from kernelbook.lab.bench import nf4 as bench
+from kernelbook.lab import timing
 from kernelbook.lab.compiled import compile_calls
 from kernelbook.nf4 import (
     BLOCK_SIZES,
@@ -654,8 +655,12 @@ def test_a_peer_is_left_out_where_its_grid_is_too_large(rows: int, fits: bool, m
 
 
 def test_benchmark_cases_are_correct():
-    verdicts = bench.small_checks()
-    assert len(verdicts) == 4 and all(verdict.passed for verdict in verdicts)
+    for double_quant in (False, True):
+        for case in (
+            bench._case((4, 64, 256), 2, 64, double_quant),
+            bench._matmul_case((2, 16, 256), 3, 64, double_quant),
+        ):
+            timing.error_ratios(case.build())  # which raises where ours is wrong
     assert len(list(bench.cases())) == 68
     for call in bench.host_calls().values():
         call()

@@ -2,11 +2,12 @@
 
 import functools
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import forked
 import pytest
 import torch
 from tensors import compiled_graphs
@@ -71,7 +72,9 @@ print("torch._dynamo" in sys.modules)
 
 
 def test_a_first_call_does_not_import_the_compiler() -> None:
-    done = forked.python(FIRST_CALL, os.environ)
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST_CALL], env=os.environ, capture_output=True, text=True, check=False
+    )
     assert done.stdout.split() == ["False"], done.stderr
 
 

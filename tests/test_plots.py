@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from kernelbook import runtime
-from kernelbook.lab import measured, older, plots, record
+from kernelbook.lab import measured, plots, record, stale
 
 # isort: split
 import pandas as pd
@@ -18,7 +18,9 @@ ABOUT = {
     "driver": "1.2",
     "torch": "2.11.0",
     "triton": "3.6.0",
-    "package": "0",
+    "version": "0",
+    "commit": "c",
+    "kernels": "k",
     "date": "2026-11-21",
 }
 
@@ -146,6 +148,7 @@ def test_with_one_gpu_a_figure_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatch
 
 def test_several_gpus_come_under_tabs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record, "recorded_gpus", lambda *stems: ["nvidia-h200", "nvidia-h100", "nvidia-l4"])
+    monkeypatch.setattr(record, "sentence", lambda stem, gpu: "")
     text = plots.by_gpu("layer_norm", _figure).data
     assert text.count("<img ") == 3 and text.count('type="radio"') == 3 and text.count("<input checked") == 1
     places = [text.index(f">{gpu}</label>") for gpu in ("H200", "nvidia-h100", "nvidia-l4")]
@@ -158,7 +161,7 @@ def test_several_gpus_come_under_tabs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_tab_says_what_of_its_rows_is_older(monkeypatch: pytest.MonkeyPatch) -> None:
     notes = {"a-gpu": "", "b-gpu": "2 rows launch a<b."}
     monkeypatch.setattr(record, "recorded_gpus", lambda *stems: list(notes))
-    monkeypatch.setattr(older, "sentence", lambda stem, gpu: notes[gpu])
+    monkeypatch.setattr(record, "sentence", lambda stem, gpu: notes[gpu])
     first, second = plots.by_gpu("layer_norm", lambda gpu: gpu).data.split("<input")[1:]
     assert "kb-vintage" not in first and "2 rows launch a&lt;b." in second
     assert (
@@ -251,6 +254,7 @@ def test_a_step_comes_from_its_ladder_and_says_when_it_is_not_recorded(
     assert "not recorded" in plots.step("square_steps", "second") and "Nothing" in plots.steps("square_steps")
     folder = tmp_path / record.BOOKS_GPU
     folder.mkdir()
+    monkeypatch.setattr(stale, "kernels_hash", lambda *_: "1")
     about = dict.fromkeys(record.ENVIRONMENT, "1") | {"peak_mib": 1234, "dtype": "float16", "mode": "forward_backward"}
     small, large = (_steps().iloc[[0, 2, 1]].assign(op="square", shape=f"N={n}", x=n, **about) for n in (1, 2))
     large["ms"] = large["ms_p20"] = large["ms_p80"] = [4.0, 5.0, 3.0]
@@ -261,16 +265,14 @@ def test_a_step_comes_from_its_ladder_and_says_when_it_is_not_recorded(
     assert "5,000" in line and "0.80" in line and "1,234" in line and "torch" not in line
     assert line.startswith("square, forward + backward, N=2, float16, 1:")
     assert "earlier version" not in line
-    monkeypatch.setattr(record, "notebook_version", lambda stem: "1")
     assert plots.step("square_steps", "second", x=2).endswith("|")
-    monkeypatch.setattr(record, "notebook_version", lambda stem: "2")
-    assert plots.step("square_steps", "second", x=2).endswith(
-        "|\n\nThese times are of an earlier version of this page's steps."
-    )
     own = small.assign(ms="7.0")
     text = plots.steps("square_steps", own=own, by={"square": "tflops"})
     assert "earlier version" not in text
-    own.attrs["package"] = "another"
+    monkeypatch.setattr(stale, "kernels_hash", lambda *_: "2")
+    assert plots.step("square_steps", "second", x=2).endswith(
+        "|\n\nThese times are of an earlier version of this page's steps."
+    )
     assert "earlier version" in plots.steps("square_steps", own=own)
     large["ms_p20"] = 3.5  # the steps' times overlap
     pd.concat([small, large]).to_csv(folder / "square_steps.csv", index=False)
@@ -289,14 +291,14 @@ def test_a_step_comes_from_its_ladder_and_says_when_it_is_not_recorded(
 def test_a_ladder_is_of_the_gpu_that_has_the_page_s_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The book's own, unless only another has them as they are, or has more of them."""
     monkeypatch.setattr(record, "results_dir", lambda: tmp_path)
-    monkeypatch.setattr(record, "notebook_version", lambda stem: "new")
+    monkeypatch.setattr(stale, "kernels_hash", lambda *_: "new")
     assert plots.ladder_gpu("square_steps") == record.BOOKS_GPU
 
-    def write(folder: str, gpu: str, package: str, steps: int) -> None:
+    def write(folder: str, gpu: str, kernels: str, steps: int) -> None:
         (tmp_path / folder).mkdir(exist_ok=True)
         about = dict.fromkeys(record.ENVIRONMENT, "1") | {"dtype": "float16", "mode": "forward"}
         rows = _steps().iloc[[0, 2, 1]].assign(op="square", shape="N=1", **about)
-        rows.assign(gpu=gpu, package=package).iloc[:steps].to_csv(tmp_path / folder / "square_steps.csv", index=False)
+        rows.assign(gpu=gpu, kernels=kernels).iloc[:steps].to_csv(tmp_path / folder / "square_steps.csv", index=False)
         ceilings = {"run": ["r"], "gpu": [gpu], "copy_gbs": [2000.0], "bf16_tflops": [400.0]}
         pd.DataFrame(ceilings).to_csv(tmp_path / folder / "ceilings.csv", index=False)
 

@@ -5,15 +5,12 @@ import os
 import re
 import subprocess
 import sys
-import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
 import pytest
-import warm_python
 import yaml
 from programs import program
-from sphinx.application import Sphinx
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -55,7 +52,7 @@ def test_the_cell_fetches_and_installs_on_colab_and_kaggle(place: str, tmp_path:
     )  # fmt: skip
     clone, folder, install, *said = done.stdout.splitlines()
     assert "https://example.org/book" in clone and folder == "book/notebooks", done.stderr
-    assert install == str([warm_python.REAL, "../tools/colab.py", "--install"])
+    assert install == str([sys.executable, "../tools/colab.py", "--install"])
     assert said[0].startswith("Kernels are ")
 
 
@@ -78,46 +75,20 @@ def test_what_the_cell_installs_keeps_the_machines_torch(
     assert not tool.older("2.11.0") and not tool.older("3.0.1+cu130") and tool.older("2.9.1")
 
 
-def _build(folder: Path, address: str, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Three small pages, built by Sphinx with the extension."""
-    source, out = folder / "source", folder / "out"
-    (source / "notebooks").mkdir(parents=True, exist_ok=True)
-    (source / "index.rst").write_text(
-        "A <title> & more\n================\n\nWhat the book is.\n\n.. toctree::\n\n   notebooks/second\n   first\n"
-    )
-    (source / "first.rst").write_text(
-        "First\n=====\n\n.. meta::\n   :description: Said to engines.\n\nSaid to readers.\n"
-    )
-    (source / "notebooks" / "second.rst").write_text(f"Second\n======\n\n{'A long paragraph. ' * 30}\n")
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    monkeypatch.setenv("BOOK_ADDRESS", address)
-    settings = {"extensions": ["published"], "project": "A book", "html_title": "A & book", "html_theme": "basic"}
-    Sphinx(str(source), None, str(out), str(folder / "trees"), "html", settings, status=None).build(force_all=True)
-    return out
-
-
-def test_files_of_the_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = _build(tmp_path, "https://example.org/book", monkeypatch)
-    urls = [url.text for url in ET.fromstring((out / "sitemap.xml").read_bytes()).iter() if url.tag.endswith("loc")]
-    assert urls == [f"https://example.org/book/{page}.html" for page in ("index", "notebooks/second", "first")]
-    missing = (out / "404.html").read_text()
-    assert "A &amp; book" in missing and 'href="https://example.org/book/notebooks/second.html"' in missing
-    llms = (out / "llms.txt").read_text()
-    assert llms.startswith("# A book\n\n> What the book is.\n")
-    assert "- [First](https://example.org/book/_sources/first.rst.txt): Said to engines.\n" in llms
-    assert (out / "_sources" / "first.rst.txt").is_file()
-    assert "Sitemap: https://example.org/book/sitemap.xml" in (out / "robots.txt").read_text()
-    assert (out / "_static" / "card.png").read_bytes()[:4] == b"\x89PNG"
-    page = (out / "index.html").read_text()
-    assert 'property="og:title" content="A &lt;title&gt; &amp; more"' in page
-    assert 'content="https://example.org/book/_static/card.png"' in page
-    assert 'property="og:description" content="A long paragraph.' in (out / "notebooks" / "second.html").read_text()
-
-
-def test_without_an_address_there_is_none_to_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = _build(tmp_path, "", monkeypatch)
-    assert not (out / "sitemap.xml").exists() and "og:title" not in (out / "index.html").read_text()
-    assert 'href="/notebooks/second.html"' in (out / "404.html").read_text() and (out / "llms.txt").is_file()
+def test_a_published_book_knows_its_address_and_another_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool, path = program("build_book"), tmp_path / "_config.yml"
+    monkeypatch.setenv("BOOK_ADDRESS", "https://example.org/book")
+    tool.write_config(path, tmp_path)
+    sphinx = yaml.safe_load(path.read_text())["sphinx"]
+    assert {"sphinx_sitemap", "sphinxext.opengraph", "notfound.extension"} <= {*sphinx["extra_extensions"]}
+    assert sphinx["config"]["html_baseurl"] == sphinx["config"]["ogp_site_url"] == "https://example.org/book/"
+    assert sphinx["config"]["notfound_urls_prefix"] == "/book/"
+    monkeypatch.delenv("BOOK_ADDRESS")
+    tool.write_config(path, tmp_path)
+    sphinx = yaml.safe_load(path.read_text())["sphinx"]
+    assert "sphinx_sitemap" not in sphinx["extra_extensions"] and "html_baseurl" not in sphinx["config"]
 
 
 def test_the_container_has_what_the_two_commands_need() -> None:

@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import forked
 import pytest
 import torch
 
@@ -41,7 +40,9 @@ def _python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     inherited = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     # Without a GPU, also where there is one: the same outcome on every machine.
     hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "PYTHONPATH": SRC}
-    return forked.python(code, inherited | hidden | environment)
+    return subprocess.run(
+        [sys.executable, "-c", code], env=inherited | hidden | environment, capture_output=True, text=True, check=False
+    )
 
 
 REPORT = "import kernelbook.runtime as r; print(r.INTERPRET, r.COMPILE_ONLY, r.DEVICE)"
@@ -220,7 +221,7 @@ def test_a_gpu_that_is_too_old_is_said_so_and_the_interpreter_is_chosen() -> Non
     assert done.stdout.strip() == "True False cpu", done.stderr
     sentence = "this GPU (Tesla V100, compute capability 7.0) is too old for Triton, which needs 7.5"
     assert sentence in done.stderr and "on Colab a T4, an L4 or an A100" in done.stderr
-    doctor = "from kernelbook.lab import bench, cli\nbench.CASE_BY_CASE = ()\nprint(cli.doctor())"
+    doctor = "import bench\nfrom kernelbook.lab import cli\nbench.CASE_BY_CASE = ()\nprint(cli.doctor())"
     done = _python(f"GPUS = {[V100]}\n{GPUS}\n{doctor}")
     assert sentence in done.stdout and "interpreted on the CPU" in done.stdout, done.stderr
 

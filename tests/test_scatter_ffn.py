@@ -839,7 +839,7 @@ def test_calls_follow_each_other_closely() -> None:
 @pytest.mark.gpu
 @pytest.mark.alone
 def test_first_call_is_short() -> None:
-    from kernelbook.lab.bench import scatter_ffn as bench
+    from bench import scatter_ffn as bench
 
     for case in bench.cases():
         if case.mode == "first_call":

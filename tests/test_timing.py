@@ -1,9 +1,7 @@
 """Measuring and the record of a measurement."""
 
 import dataclasses
-import importlib.util
 import itertools
-import json
 import math
 import time
 from collections.abc import Callable
@@ -43,11 +41,11 @@ def _case(ours: object = torch.square, x: float = 30) -> timing.Case:
 
 
 def test_rows_have_the_schema() -> None:
-    rows, failures = timing.run_cases([_case()], package="0+test", progress=False, rep_ms=2)
+    rows, failures = timing.run_cases([_case()], progress=False, rep_ms=2)
     assert not failures
     assert ",".join(rows.columns) == (
         "run,op,mode,provider,dtype,shape,x_name,x,ms,ms_p20,ms_p80,gbytes,gflop,peak_mib,err_ratio,"
-        "host_us,gpus,gpu,driver,torch,triton,package,date,launches,host,peer"
+        "host_us,gpus,gpu,driver,torch,triton,version,commit,kernels,date,peer"
     )
     assert list(rows["provider"]) == ["torch", "kernelbook"] and rows["run"].nunique() == 1
     assert rows["shape"].eq("M=20 N=30").all() and rows["err_ratio"].astype(float).le(1.0).all()
@@ -62,7 +60,7 @@ def _unwritten(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("wrong", (lambda x: x * x * 1.001, _unwritten))
 def test_a_wrong_result_of_ours_reports_nothing(wrong: object) -> None:
-    rows, failures = timing.run_cases([_case(wrong), _case(x=31)], package="0", progress=False, rep_ms=2)
+    rows, failures = timing.run_cases([_case(wrong), _case(x=31)], progress=False, rep_ms=2)
     assert len(failures) == 1 and "square forward float32 M=20 N=30 N=30: kernelbook[0]: error" in failures[0]
     assert list(rows["x"]) == ["31", "31"]
 
@@ -74,9 +72,7 @@ def test_the_rows_of_a_case_are_there_before_the_next_is_measured() -> None:
         assert len(seen) == 1
         return x * x
 
-    rows, failures = timing.run_cases(
-        [_case(x=29), _case(square)], package="0", progress=False, rep_ms=2, record=seen.append
-    )
+    rows, failures = timing.run_cases([_case(x=29), _case(square)], progress=False, rep_ms=2, record=seen.append)
     assert not failures
     pd.testing.assert_frame_equal(pd.concat(seen, ignore_index=True), rows)
 
@@ -85,7 +81,7 @@ def test_an_error_costs_one_case() -> None:
     def broken(x: torch.Tensor) -> torch.Tensor:
         raise MemoryError("too large")
 
-    rows, failures = timing.run_cases([_case(broken), _case(x=31)], package="0", progress=False, rep_ms=2)
+    rows, failures = timing.run_cases([_case(broken), _case(x=31)], progress=False, rep_ms=2)
     assert failures == ["square forward float32 M=20 N=30 N=30: MemoryError: too large"]
     assert list(rows["x"]) == ["31", "31"]
 
@@ -148,19 +144,6 @@ def test_every_recorded_ceiling_belongs_to_a_run() -> None:
         assert all(run in others for run in pd.read_csv(path, dtype=str)["run"]), path
 
 
-def _before(columns: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(name for name in columns if name not in record.LATER_COLUMNS)
-
-
-def test_rows_join_a_file_from_before_the_later_columns(tmp_path: Path) -> None:
-    path = tmp_path / "room.csv"
-    before = _rows(provider="torch").drop(columns=list(record.LATER_COLUMNS), errors="ignore")
-    before.to_csv(path, index=False)
-    table = record.write_results(path, _rows(provider="kernelbook", host_us="12.5", gpus="2"))
-    assert list(table["host_us"]) == ["nan", "12.5"] and list(table["gpus"]) == ["1", "2"]
-    assert list(table.columns) == list(record.COLUMNS)
-
-
 def test_host_time_counts_the_call_and_not_the_device() -> None:
     assert timing.host_us(lambda: time.sleep(0.002), calls=4, batches=3) >= 2000
     assert timing.host_us(lambda: None) < 100
@@ -185,9 +168,9 @@ def test_every_recorded_file_keeps_the_schema() -> None:
     for path in record.results_dir().glob("*/*.csv"):
         columns = tuple(pd.read_csv(path, nrows=0).columns)
         if path.name == "ceilings.csv":
-            assert columns in (record.CEILING_COLUMNS, _before(record.CEILING_COLUMNS))
+            assert columns == record.CEILING_COLUMNS
         elif "ms" in columns:
-            assert _before(columns) == _before(record.COLUMNS), path.name
+            assert columns[: len(record.COLUMNS)] == record.COLUMNS, path.name
             rows = pd.read_csv(path, dtype={"run": str})
             keys = [*record.KEY, *(["gpus"] if "gpus" in rows else [])]
             assert rows["mode"].isin(timing.MODES).all() and not rows.duplicated(keys).any(), path.name
@@ -197,31 +180,8 @@ def test_every_recorded_file_keeps_the_schema() -> None:
                 assert set(rows["run"]) <= set(record.load_ceilings(path.parent.name)["run"]), path.name
         end = columns.index("date") + 1
         assert columns[end - len(record.ENVIRONMENT) : end] == record.ENVIRONMENT, path.name
-        later = (
-            ("add_host_us", "setup_s")
-            if path.stem in ("whole_model", "whole_model_bits", "whole_model_skewed") and "setup_s" in columns
-            else ()
-        )
-        assert columns[end:] in ((), record.DATES + later, ("sources",)), path.name
-
-
-def test_the_package_column_follows_the_sources(tmp_path: Path) -> None:
-    (tmp_path / "kernels.py").write_text("a = 1\n")
-    first = record.package_version(tmp_path)
-    (tmp_path / "kernels.py").write_text("a = 2\n")
-    second = record.package_version(tmp_path)
-    assert first != second and first.split("+")[0] == second.split("+")[0]
-    assert record.package_version(tmp_path / "kernels.py") == second  # a file by itself
-    (tmp_path / "other.py").write_text("")
-    assert record.package_version(tmp_path / "kernels.py") == second != record.package_version(tmp_path)
-
-
-def test_the_package_column_is_the_same_on_every_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    here = record.package_version()
-    for name in ("NVIDIA H200", "NVIDIA H100 80GB HBM3", "A Fake GPU"):
-        gpu = dataclasses.replace(runtime.TARGETS["sm_90"], name=name)
-        monkeypatch.setattr(runtime, "properties", lambda device=None, gpu=gpu: gpu)
-        assert record.package_version() == here
+        later = columns[columns.index("peer") + 1 :] if "peer" in columns else columns[end:]
+        assert later in ((), ("add_host_us", "setup_s")), path.name
 
 
 @pytest.mark.skipif(runtime.DEVICE.type == "cuda", reason="the wall clock is for the interpreter")
@@ -256,7 +216,7 @@ def test_a_case_has_the_same_inputs_in_every_run() -> None:
         return dataclasses.replace(_case(), build=lambda: drawn.append(torch.rand(4)) or _problem(torch.square))
 
     torch.manual_seed(1)
-    timing.run_cases([case(), case()], package="0", progress=False, rep_ms=1)
+    timing.run_cases([case(), case()], progress=False, rep_ms=1)
     assert len(drawn) == 2 and torch.equal(*drawn)
 
 
@@ -310,69 +270,34 @@ def test_no_first_call_takes_ten_seconds() -> None:
     assert 10 < timing.first_call_ms(code) < 10_000
 
 
-def test_steps_are_kept_by_their_kernels_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    one, two = SimpleNamespace(fn=_problem), SimpleNamespace(fn=_case)
+def test_steps_replace_those_of_the_same_table_and_keep_the_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(timing.runtime, "DEVICE", torch.device("cpu"))
-    assert timing.time_steps("square_steps", [_case()], [one]).empty  # the interpreter's times say nothing
-    about = record.environment("a")
+    assert timing.time_steps("square_steps", [_case()]).empty  # the interpreter's times say nothing
+    about = record.environment()
     monkeypatch.setattr(timing.runtime, "DEVICE", SimpleNamespace(type="cuda"))
     monkeypatch.setattr(timing.runtime, "device_slug", lambda: "a-gpu")
-    monkeypatch.setattr(record, "environment", lambda package: about | {"package": package})
+    monkeypatch.setattr(record, "environment", lambda *_: about)
     monkeypatch.setattr(record, "results_dir", lambda: tmp_path)
     failures: list[str] = []
     (tmp_path / "a-gpu").mkdir()
-    old = _one_row("old").assign(
-        run="old", provider=["kernelbook:gone"]
-    )  # of the same ladder; and of one that is none now
+    old = _rows(run="old", provider="kernelbook:gone")  # of the same table; and of one that is none now
     path = tmp_path / "a-gpu" / "square_steps.csv"
     pd.concat([old, old.assign(op="cube")]).to_csv(path, index=False)
 
-    def run_cases(cases: object, package: str, record: Callable[[pd.DataFrame], object], **_: object) -> object:
-        record(_one_row(package))
-        return _one_row(package), failures
+    def run_cases(cases: object, stem: str, record: Callable[[pd.DataFrame], object], **_: object) -> object:
+        record(_rows(run="new"))
+        return _rows(run="new"), failures
 
     monkeypatch.setattr(timing, "run_cases", run_cases)
     monkeypatch.setattr(timing, "measure_ceilings", lambda: timing.Ceilings(1.0, 2.0, 3.0, 4.0, 5.0))
-    rows = timing.time_steps("square_steps", [], [one], record=True)
-    assert len(pd.read_csv(tmp_path / "a-gpu" / "square_steps.csv")) == len(rows) == 1
+    timing.time_steps("square_steps", [], record=True)
+    assert list(pd.read_csv(path)["run"]) == ["new"]
     ceilings = tmp_path / "a-gpu" / "ceilings.csv"
-    assert list(pd.read_csv(ceilings)["run"]) == list(rows["run"])
-    again = timing.time_steps("square_steps", [], [two])
-    assert again["package"].iloc[0] != rows["package"].iloc[0] and len(pd.read_csv(ceilings)) == 1
+    assert list(pd.read_csv(ceilings)["run"]) == ["new"]
     failures.append("cube: wrong")
     pd.concat([pd.read_csv(path, dtype=str), old.assign(op="cube")]).to_csv(path, index=False)
     with pytest.raises(RuntimeError, match="time_steps: cube: wrong"):
-        timing.time_steps(
-            "square_steps", [dataclasses.replace(_case(), op="cube")], [Path(timing.__file__)], record=True
-        )
-    kept = pd.read_csv(path)["package"]  # of the ladder that was right; the other keeps its record
-    assert list(kept) == ["old", record.page_version("square_steps", [Path(timing.__file__)])]
-    with pytest.raises(ValueError, match="page_version: kernels must name what a row measures, got none"):
-        timing.time_steps("square_steps", [], [])
-
-
-def test_the_version_of_a_page_s_steps_is_read_off_its_notebook(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(record, "results_dir", lambda: tmp_path / "book" / "results")
-    assert record.notebook_version("square_steps") == ""
-    kernels = "@triton.jit\ndef _one_kernel(x):\n    # region as before\n    pass\n    # endregion\n\n\n@triton.jit\ndef _two_kernel(x):\n    pass"
-    steps = "step_kernels = (_one_kernel,)\nstep_kernels += (_two_kernel, Path(timing.__file__))\n"
-    call = 'timing.time_steps("square_steps", [case], step_kernels, record=RECORD_STEPS)'
-    sources = ["from pathlib import Path\nfrom kernelbook.lab import timing", kernels, steps + call]
-    (tmp_path / "notebooks").mkdir()
-    notebook = {"cells": [{"cell_type": "code", "source": source.splitlines(keepends=True)} for source in sources]}
-    (tmp_path / "notebooks" / "square.ipynb").write_text(json.dumps(notebook))
-    module = tmp_path / "square.py"
-    module.write_text("import triton\n\n\n" + kernels + "\n")
-    spec = importlib.util.spec_from_file_location("square", module)
-    assert spec is not None and spec.loader is not None
-    square = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(square)
-    page = record.page_version("square_steps", [square._one_kernel, square._two_kernel, Path(timing.__file__)])
-    assert record.notebook_version("square_steps") == page
-
-
-def _one_row(package: str) -> pd.DataFrame:
-    values = dict.fromkeys(record.COLUMNS, "1") | {"run": "r", "package": package}
-    return pd.DataFrame([values], columns=list(record.COLUMNS))
+        timing.time_steps("square_steps", [dataclasses.replace(_case(), op="cube")], record=True)
+    assert sorted(pd.read_csv(path)["run"]) == ["new", "old"]  # the table that failed keeps its record

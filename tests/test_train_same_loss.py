@@ -10,8 +10,8 @@ pytest.importorskip("transformers", minversion="5")
 
 import torch
 
+from bench import same_loss, sparse_inference
 from kernelbook import check, runtime
-from kernelbook.lab.bench import same_loss, sparse_inference
 
 SIZES = same_loss.TINY | {"batch": 1}
 Weights = dict[str, torch.Tensor]
@@ -99,24 +99,5 @@ def test_the_command_writes_a_line_a_run(tmp_path: Path, monkeypatch: pytest.Mon
         assert same_loss.main(how) == 0
         assert base.exists()
     (line,) = map(json.loads, (out / "same_loss_curves.jsonl").read_text().splitlines())
-    assert line["way"] == "eager" and line["seed"] == 1 and {"run", "gpu", "package"} <= line.keys()
+    assert line["way"] == "eager" and line["seed"] == 1 and {"run", "gpu", "version", "kernels"} <= line.keys()
     assert [path.name for path in out.iterdir()] == ["same_loss_curves.jsonl"]
-
-
-def test_curves_of_another_model_do_not_stand_beside_it(tmp_path: Path) -> None:
-    path = tmp_path / "curves.jsonl"
-
-    def line(way: str, seed: int, *losses: float, shape: str = "N=8") -> dict[str, object]:
-        return {"way": way, "seed": seed, "steps": 500, "shape": shape, "validation_loss": losses}
-
-    other = [
-        line("eager", 0, 5.192, 4.1),
-        line("kernelbook:nf4", 1, 5.193, 4.1),
-        line("eager", 0, 9.9, 9.1, shape="N=4"),
-    ]
-    here = [line("eager", 0, 5.1752, 4.2), line("eager", 1, 5.1752, 4.3), line("kernelbook:nf4", 0, 5.1749, 4.2)]
-    for each in (*other, *here, here[0]):
-        same_loss._record(path, each)
-    assert [json.loads(text) for text in path.read_text().splitlines()] == [
-        json.loads(json.dumps(each)) for each in (other[2], here[1], here[2], here[0])
-    ]

@@ -8,9 +8,9 @@ import pandas as pd
 import pytest
 import torch
 
+from bench import sparse_inference
 from kernelbook import check, runtime
 from kernelbook.lab import record
-from kernelbook.lab.bench import sparse_inference
 from kernelbook.nn import GPT
 from kernelbook.train import CONFIGS, Trainer, kernels
 from kernelbook.train.capture import Captured

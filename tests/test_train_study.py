@@ -1,6 +1,5 @@
 """The study behind the chapter on training: what it counts, what it records, and how parts of it are put together."""
 
-import ast
 import dataclasses
 import itertools
 import json
@@ -12,16 +11,16 @@ import torch
 from torch import nn
 
 import kernelbook
+from bench import sparse_training as study
 from kernelbook import runtime
 from kernelbook.lab import record
-from kernelbook.lab.bench import study
 from kernelbook.nn import GPT
 from kernelbook.train import SCHEDULERS, TrainConfig
 from kernelbook.train.chunks import Layout
 from kernelbook.train.schedulers import KnnScheduler
 
 PACKAGE = Path(kernelbook.__file__).parent
-CURVE_KEY = study.KEYS["sparse_training_curves.jsonl"]
+CURVE_KEY = study.KEYS["sparse_training_curves"]
 
 
 def test_operations_are_counted_from_the_model() -> None:
@@ -77,34 +76,6 @@ def test_the_study_refuses_the_interpreter(tmp_path: Path, capsys: pytest.Captur
     assert "no GPU" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
-def _imported(path: Path) -> set[Path]:
-    """Files of train and nn that a module imports, or that those import."""
-    found: set[Path] = set()
-    waiting = [path]
-    while waiting:
-        here = waiting.pop()
-        if here in found:
-            continue
-        found.add(here)
-        for node in ast.walk(ast.parse(here.read_text())):
-            names = []
-            if isinstance(node, ast.ImportFrom) and node.module:
-                names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-            elif isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            for name in names:
-                parts = name.split(".")
-                file = PACKAGE.joinpath(*parts[1:]).with_suffix(".py")
-                if parts[0] == "kernelbook" and len(parts) == 3 and parts[1] in ("train", "nn") and file.exists():
-                    waiting.append(file)
-    return found
-
-
-def test_the_digest_is_of_what_the_study_runs() -> None:
-    assert set(study.SOURCES) == _imported(PACKAGE / "lab" / "bench" / "study.py")
-    assert PACKAGE / "nn" / "moe.py" not in study.SOURCES and PACKAGE / "train" / "command.py" not in study.SOURCES
-
-
 def test_every_scheduler_is_measured_in_every_mode() -> None:
     wanted = {
         (mode, scheduler, active)
@@ -139,52 +110,6 @@ def test_shuffled_features_are_those_of_other_chunks() -> None:
     assert not torch.equal(again, first) and torch.equal(again.sort(1).values, first.sort(1).values)
     shuffled.refresh([weight], 4)
     assert torch.equal(shuffled._features, again)  # the same neighbours, wrong as they are, for the whole run
-
-
-# --- several studies put together ---
-
-
-def _part(folder: Path, seed: int, code: str = "0.1.0+aaaa", run: str = "r", loss: float = 4.0) -> Path:
-    folder.mkdir(parents=True)
-    about = dict.fromkeys(record.ENVIRONMENT, "x") | {"package": code}
-    row = dict.fromkeys(study.SCORE_COLUMNS, "0") | {"run": run, "seed": seed, "precision": "0.1000"} | about
-    pd.DataFrame([row]).to_csv(folder / "sparse_training_scores.csv", index=False)
-    ceilings = dict.fromkeys(record.CEILING_COLUMNS, "1.50") | {"run": run} | about
-    pd.DataFrame([ceilings]).to_csv(folder / "ceilings.csv", index=False)
-    line = {"run": run, "provider": "dense", "active": 1.0, "sparse_lr": 1.0, "width": 512, "seed": seed, "steps": 3}
-    line |= {"validation_loss": [6.0, loss], "train_steps": [1, 3], **about}
-    (folder / "sparse_training_curves.jsonl").write_text(json.dumps(line) + "\n")
-    return folder
-
-
-def test_parts_of_a_study_are_put_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one = _part(tmp_path / "a" / "gpu", 0, run="r1")
-    two = _part(tmp_path / "b" / "gpu", 1, run="r2", loss=3.5)
-    _part(tmp_path / "out" / "gpu", 7, code="0.1.0+old", run="r0")
-    assert study.main(["--merge", str(one), str(two), "--out", str(tmp_path / "out")]) == 0
-    assert "2 rows" in capsys.readouterr().out
-    out = tmp_path / "out" / "gpu"
-    scores = pd.read_csv(out / "sparse_training_scores.csv", dtype=str)
-    assert scores["seed"].tolist() == ["0", "1"]  # what older code measured is gone
-    assert scores["precision"].tolist() == ["0.1000"] * 2  # to the character
-    assert pd.read_csv(out / "ceilings.csv")["run"].tolist() == ["r0", "r1", "r2"]
-    lines = (out / "sparse_training_curves.jsonl").read_text().splitlines()
-    assert lines == [(part / "sparse_training_curves.jsonl").read_text().strip() for part in (one, two)]
-    # Once more changes nothing; a row that is measured again takes the old one's place.
-    again = _part(tmp_path / "c" / "gpu", 1, run="r3", loss=3.25)
-    study.merge([one, again], out)
-    lines = (out / "sparse_training_curves.jsonl").read_text().splitlines()
-    assert sorted(json.loads(line)["validation_loss"][-1] for line in lines) == [3.25, 4.0]
-
-
-def test_parts_of_other_code_are_not_mixed(tmp_path: Path) -> None:
-    one, two = _part(tmp_path / "a" / "gpu", 0), _part(tmp_path / "b" / "gpu", 1, code="0.1.0+bbbb")
-    with pytest.raises(ValueError, match=r"must come from one version of the code, got 0.1.0\+aaaa, 0.1.0\+bbbb"):
-        study.merge([one, two], tmp_path / "out")
-    with pytest.raises(ValueError, match="got no rows"):
-        study.merge([tmp_path], tmp_path / "out")
-    with pytest.raises(SystemExit):
-        study.main(["--merge", str(one), str(tmp_path / "other"), "--out", str(tmp_path / "out")])
 
 
 @pytest.mark.gpu

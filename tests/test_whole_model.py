@@ -16,11 +16,12 @@ import torch
 from tensors import compiled_graphs
 from tiny_models import tiny_model, tokens
 
+from bench import __main__ as command
+from bench import whole_model as bench
 from kernelbook import check, memory, nn, runtime
 from kernelbook.interop import rotary, transformers_experts, transformers_norms
 from kernelbook.interop import transformers as interop
-from kernelbook.lab import arithmetic, cli, record, timing
-from kernelbook.lab.bench import whole_model as bench
+from kernelbook.lab import arithmetic, record, timing
 from kernelbook.nf4 import NF4Tensor, nf4_quantize
 
 QWEN, OLMOE, GPT_OSS = "Qwen3-30B-A3B", "OLMoE-1B-7B", "gpt-oss-20b"
@@ -224,16 +225,13 @@ def test_rows_of_steps_and_tokens_in_four_bits(tmp_path: Path, monkeypatch: pyte
         bench.Plan(GPT_OSS, "kernelbook", "decode"),
         bench.Plan("GPT-2", "kernelbook:dense", "prefill"),
     ]
-    hosts = [bench.Plan(QWEN, "kernelbook", "host")]
     wanted += [bench.Plan(QWEN, "bitsandbytes", "decode")] if importlib.util.find_spec("bitsandbytes") else []
     bits = [bench.Plan(OLMOE, provider, "decode", bits=True) for provider in ("kernelbook", bench.SAME_BITS)]
     bits.append(bench.Plan(QWEN, "kernelbook", "step", checkpoints=True, zipf=0.5))
-    assert bench.bench(tmp_path, layers=1, tokens=3, samples=1, tiny=True, wanted=hosts + wanted + bits) == 0
+    assert bench.bench(tmp_path, layers=1, tokens=3, samples=1, tiny=True, wanted=wanted + bits) == 0
     assert len(pd.read_csv(tmp_path / "whole_model_skewed.csv")) == 1
     both = pd.read_csv(tmp_path / "whole_model_bits.csv")
     assert both["provider"].tolist() == [plan.provider for plan in bits[:2]] and both["shape"].nunique() == 1
-    host = pd.read_csv(tmp_path / "whole_model_host.csv")
-    assert host["provider"].tolist() == ["kernelbook", "floor"] and (host["nodes"] > 10).all()
     rows = pd.read_csv(tmp_path / "whole_model.csv")
     assert rows["provider"].tolist() == [plan.provider for plan in wanted]
     known = rows.loc[~rows["shape"].str.contains("GPT-2")]
@@ -271,8 +269,8 @@ def test_the_command_takes_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     seen: dict[str, Any] = {}
     run = dataclasses.replace(bench.BENCH, run=lambda folder, **given: seen.update(given) or 0)
     monkeypatch.setattr(bench, "BENCH", run)
-    monkeypatch.setattr(cli, "_can_measure", lambda: True)
-    assert cli.main(["bench", "whole_model", "--layers", "3", "--select", "decode", "--out", str(tmp_path)]) == 0
+    monkeypatch.setattr(command, "can_measure", lambda: True)
+    assert command.main(["whole_model", "--layers", "3", "--select", "decode", "--out", str(tmp_path)]) == 0
     assert seen == {"layers": 3, "select": "decode"}
 
 

@@ -9,7 +9,6 @@ import argparse
 import concurrent.futures
 import contextlib
 import hashlib
-import json
 import os
 import shutil
 import subprocess
@@ -18,9 +17,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import nbformat
-import warm_python
 import yaml
 from ipykernel.kernelspec import write_kernel_spec
 from jupyter_cache import get_cache
@@ -36,14 +35,17 @@ EXECUTED = ROOT / "_build" / "executed"
 HAS_GPU = shutil.which("nvidia-smi") is not None
 # On a GPU one after the other: some of them take times.
 AT_ONCE = 1 if HAS_GPU else len(os.sched_getaffinity(0))
+BUILT_FROM = EXECUTED.parent / "built_from"
 # What decides the outputs of a notebook beside itself.
 DECIDING = ("src", "book/results", "book/evidence", "book/compiled.csv", "book/moe_lora_orders.csv", "requirements.txt")
+# What decides the pages.
+PAGES = ("src", "book", "notebooks", "tools", "_config.yml", "_toc.yml", "CHANGELOG.md", "requirements.txt")
 
 
-def deciding_digest() -> str:
-    """Changes with every file that a notebook may read, with this Python and with whether there is a GPU."""
+def digest_of(names: tuple[str, ...]) -> str:
+    """Return a digest of these files and folders, of this Python, and of whether there is a GPU."""
     digest = hashlib.sha256(f"{sys.version} {HAS_GPU}".encode())
-    for place in (ROOT / name for name in DECIDING):
+    for place in (ROOT / name for name in names):
         for path in [place] if place.is_file() else sorted(place.rglob("*")):
             if path.is_file() and path.suffix != ".pyc":
                 digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
@@ -59,7 +61,7 @@ def read(path: Path) -> nbformat.NotebookNode | None:
 
 def open_cache() -> Any:
     """The cache of executed notebooks, emptied if it was filled with other sources."""
-    mark, now = EXECUTED / "sources", deciding_digest()
+    mark, now = EXECUTED / "sources", digest_of(DECIDING)
     if not mark.exists() or mark.read_text() != now:
         shutil.rmtree(EXECUTED, ignore_errors=True)
         EXECUTED.mkdir(parents=True)
@@ -83,20 +85,17 @@ def is_kept(cache: Any, path: Path) -> bool:
 @contextlib.contextmanager
 def kernels(*arguments: str) -> Iterator[Path]:
     """The environment in which notebooks run, kernels with these arguments besides, and a folder that goes with it."""
-    with tempfile.TemporaryDirectory() as scratch, warm_python.started() as python:
+    with tempfile.TemporaryDirectory() as scratch:
         # This very Python, whatever kernel of the same name the user has installed elsewhere.
         quick = [] if HAS_GPU else ["--ext=quick_cells"]
         extra = ["--log-level=ERROR", *quick, *arguments]
-        file = Path(write_kernel_spec(Path(scratch, "kernels", "python3"), extra_arguments=extra), "kernel.json")
-        spec = json.loads(file.read_text())
-        spec["argv"][0] = python
-        # ipykernel sets it too late for a fork, which has imported Matplotlib by then: figures would be text.
-        spec["env"] = {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}
-        file.write_text(json.dumps(spec))
+        write_kernel_spec(Path(scratch, "kernels", "python3"), extra_arguments=extra)
         os.environ["JUPYTER_PATH"] = os.pathsep.join(filter(None, [scratch, os.environ.get("JUPYTER_PATH")]))
         os.environ["PYDEVD_DISABLE_FILE_VALIDATION"] = "1"  # the debugger's warning about frozen modules
         # For what pages import, and Sphinx's extensions, beside this file.
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "tools"), os.environ.get("PYTHONPATH")]))
+        os.environ["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [str(ROOT), str(ROOT / "tools"), os.environ.get("PYTHONPATH")])
+        )
         if AT_ONCE > 1:
             os.environ.setdefault("OMP_NUM_THREADS", "1")  # each core has a notebook
         yield Path(scratch)
@@ -123,7 +122,11 @@ def execute_all(paths: list[Path], cache: Any) -> int:
 
 
 def write_config(path: Path, cache: Path) -> None:
-    """Writes _config.yml, with the buttons that need the repository's address if that one setting is not empty."""
+    """Writes _config.yml, with the buttons that need the repository's address if that one setting is not empty.
+
+    With an address of the built book, ``BOOK_ADDRESS`` (https://owner.github.io/name/, which the workflow in .github gives), it
+    also gets a site map, a page for addresses that do not exist, and what social networks show of a link.
+    """
     config = yaml.safe_load((ROOT / "_config.yml").read_text(encoding="utf-8"))
     config["execute"]["cache"] = str(cache)
     if config["repository"]["url"]:
@@ -131,6 +134,13 @@ def write_config(path: Path, cache: Path) -> None:
             config["html"][f"use_{button}_button"] = True
     else:
         del config["launch_buttons"]
+    if address := os.environ.get("BOOK_ADDRESS"):
+        address = f"{address.rstrip('/')}/"
+        config["sphinx"]["extra_extensions"] += ["sphinx_sitemap", "sphinxext.opengraph", "notfound.extension"]
+        config["sphinx"]["config"] |= {
+            "html_baseurl": address, "ogp_site_url": address, "notfound_urls_prefix": urlsplit(address).path,
+            "sitemap_url_scheme": "{link}",
+        }  # fmt: skip
     path.write_text(str(yaml.safe_dump(config)), encoding="utf-8")
 
 
@@ -141,6 +151,11 @@ def main(arguments: list[str]) -> int:
     notebooks = sorted((ROOT / "notebooks").glob("*.ipynb"), key=lambda path: -path.stat().st_size)
     # Sphinx would execute these one after the other.
     pages = [path for path in sorted((ROOT / "book").glob("*.md")) if read(path) is not None]
+    pages_digest = digest_of(PAGES) + os.environ.get("BOOK_ADDRESS", "")
+    if not draft and HTML.exists() and BUILT_FROM.exists() and BUILT_FROM.read_text() == pages_digest:
+        print("The book is built from these very files. Open _build/html/index.html")
+        return 0
+    BUILT_FROM.unlink(missing_ok=True)
     shutil.rmtree(HTML, ignore_errors=True)  # else the pages of removed chapters and old failure reports would stay
     with kernels() as scratch:
         place = EXECUTED
@@ -163,6 +178,8 @@ def main(arguments: list[str]) -> int:
     if code:
         print("The book was not built: see the warnings above.", file=sys.stderr)
     else:
+        if not draft:
+            BUILT_FROM.write_text(pages_digest)
         print("Open _build/html/index.html")
     return code
 

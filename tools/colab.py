@@ -39,6 +39,7 @@ if hosted and "kernelbook" not in sys.modules:
     os.chdir("book/notebooks")
     install = [sys.executable, "../tools/colab.py", "--install"]
     subprocess.run(install, check=True)
+    sys.path.append("..")  # for bench, which no package has
     from kernelbook import runtime
 
     if runtime.INTERPRET:

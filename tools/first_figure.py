@@ -67,14 +67,6 @@ def draw() -> None:
     _figure().savefig(PICTURE, metadata=metadata, bbox_inches="tight", facecolor="white")
 
 
-def draw_card(path: Path, title: str) -> None:
-    """Writes what social networks show of a link, 1200 by 630 points: the title above the picture."""
-    figure = _figure()
-    figure.set_size_inches(12, 6.3)
-    figure.suptitle(title, fontsize=19, fontweight="bold")
-    figure.savefig(path, dpi=100, facecolor="white")
-
-
 if __name__ == "__main__":
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     draw()

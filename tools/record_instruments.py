@@ -23,14 +23,15 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
+import instrument_gluon
 import numpy as np
 import torch
 
 import kernelbook as kb
+from bench import nf4 as nf4_bench
+from bench.moe_block import MODELS
 from kernelbook import runtime, train
 from kernelbook.lab import compiled, record
-from kernelbook.lab.bench import nf4 as nf4_bench
-from kernelbook.lab.bench.moe_block import MODELS
 from kernelbook.launch import Launch
 from kernelbook.tiles import is_last_share, sum_of_shares
 
@@ -1302,7 +1303,7 @@ RECORDINGS: dict[str, Callable[[], Recording]] = {
     name: function
     for name, function in list(globals().items())
     if getattr(function, "__annotations__", {}).get("return") is Recording
-}
+} | {"gluon": instrument_gluon.gluon}
 
 
 def written(recording: Recording) -> str:

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-kb = kernels.get_kernel("kernelbook/kernelbook", version=1)
+kb = kernels.get_kernel("kernelbook/kernelbook", version=1, trust_remote_code=True)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 

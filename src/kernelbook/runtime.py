@@ -481,6 +481,11 @@ def autotune_enabled() -> bool:
     return os.environ.get("KERNELBOOK_AUTOTUNE", "") == "1" and DEVICE.type == "cuda"
 
 
+def given_commit() -> str:
+    """The commit of these sources by ``KERNELBOOK_COMMIT``, for a machine that has them without their repository."""
+    return os.environ.get("KERNELBOOK_COMMIT", "")
+
+
 def free_bytes() -> int:
     """Return how much more memory this process can take on the current GPU, or without one in the machine.
 

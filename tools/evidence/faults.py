@@ -1,51 +1,50 @@
-"""Faults that are planted in kernels: small systematic changes of their source, one at a time.
+"""Do the tests notice a broken kernel? Plants small faults in kernels, one at a time, and runs the tests that reach them.
 
-A fault is a place in a kernel's source and what stands there instead. It has a name that does not depend on line numbers:
-the file, the function, the kind of change, the changed statement, and a number where that occurs more than once. Nor does it
-depend on what variables are called.
+    python tools/evidence/faults.py --faults 400 --seconds 14400                a sample of each room
+    python tools/evidence/faults.py --rooms layer_norm --faults 40 --processes 2
+
+First the room's tests run without a fault, to see which kernels each launches and how long it takes. Then each fault is planted
+in a copy of the sources and shown to the tests that reach its function, the fast ones first, until one fails. Verdicts go to
+``book/evidence/mutants.csv``, where they replace those of the same rooms:
+
+    killed      a test failed
+    timed out   the tests did not end in four times the time that they take without a fault. Counted apart
+    stillborn   the changed kernel is no program: it does not compile. Not counted
+    survived    all tests that ran passed; ``reasons.csv`` says of some that they break no promise (equivalent), or why they live
+    untested    no test reaches the function here
 """
 
+import argparse
 import ast
 import copy
 import dataclasses
 import hashlib
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
-from common import EVIDENCE, PACKAGE, command_line
+import pandas as pd
 
-# By room: the files with its kernels, and the files whose tests have to notice.
-ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "layer_norm": (("layer_norm/kernels.py",), ("test_layer_norm.py", "test_rms_norm.py")),
-    "sparse_linear": (("sparse_linear/kernels.py",), ("test_sparse_linear.py",)),
-    "scatter_ffn": (("scatter_ffn/kernels.py",), ("test_scatter_ffn.py",)),
-    "nf4": (("nf4/kernels.py",), ("test_nf4.py",)),
-    "moe_lora": (("moe_lora/kernels.py",), ("test_moe_lora.py",)),
-    "attention": (
-        (
-            "attention/kernels.py",
-            "attention/kernels_decode.py",
-            "attention/kernels_hopper.py",
-            "attention/kernels_hopper_128.py",
-        ),
-        ("test_attention.py", "test_attention_decode.py"),
-    ),
-    "packed": (
-        ("packed/kernels.py", "packed/kernels_nvidia.py", "packed/kernels_hopper.py", "tiles.py"),
-        ("test_nf4.py", "test_moe_lora.py"),
-    ),
-    "nn": (("nn/kernels.py",), ("test_moe_block.py", "test_whole_model.py")),
-    "train": (
-        ("train/kernels.py",),
-        ("test_train_optimizer.py", "test_train_schedulers.py", "test_train_sparse_inference.py"),
-    ),
-    "distributed": (("distributed/kernels.py",), ("test_distributed.py", "test_evidence_distributed.py")),
-}
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE, EVIDENCE = ROOT / "src" / "kernelbook", ROOT / "book" / "evidence"
+# Beside the folders with kernels: whose tests have to notice, where that is not test_<folder>*.py and test_evidence_*.py.
+TESTS = {"packed": "nf4 moe_lora", "nn": "moe_block whole_model", "study": "layer_norm scatter_ffn moe_lora"}
+NO_PROGRAM = r"CompilationError|InterpreterError|UnsupportedLanguage|CompileTimeAssertion|SyntaxError"
+HINTS = ("_prefetch", "_prefetch_tiles")  # they only ask a cache for what will be read: no result can depend on them
+OTHERS = ("static_assert", "assume", "inline_asm_elementwise")
 # Calls that keep threads, warps or kernels in order.
-# Functions that only ask a cache for what will be read: no result can depend on them.
-HINTS = ("_prefetch", "_prefetch_tiles")
 ORDER = ("debug_barrier", "gdc_wait", "fence_async_shared", "wait", "arrive", "store_wait", "barrier", "thread_barrier")
+WHERE = "gpu" if os.environ.get("TRITON_INTERPRET") == "0" else "interpreter"
+PATIENCE, BUDGET = 30.0, 60.0  # seconds: added to what tests may take, and of tests that a fault is shown to
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,16 +61,17 @@ class Fault:
     start: int
     end: int
     text: str
-    lines: tuple[int, int]  # of the changed statement, without the block that it may begin
-    numbered: tuple[str, str]  # the statement and the text with numbers for the names of variables
 
     @property
     def name(self) -> str:
-        what = "\n".join((self.file, self.function, self.kind, *self.numbered, str(self.number)))
+        what = "\n".join((self.file, self.function, self.kind, self.statement, self.text, str(self.number)))
         return f"{self.function}:{self.kind.replace(' ', '_')}:{hashlib.sha256(what.encode()).hexdigest()[:10]}"
 
     def planted(self, source: bytes) -> bytes:
         return source[: self.start] + self.text.encode() + source[self.end :]
+
+
+# --- what can be planted --------------------------------------------------------------------------------------------
 
 
 def _called(node: ast.AST) -> str:
@@ -217,11 +217,8 @@ def _of_statement(node: ast.stmt) -> Iterator[tuple[str, ast.AST]]:
         yield "barrier removed", ast.Pass()
     if isinstance(node, ast.AugAssign) and not _is_tuple(node.value):
         yield "update dropped", ast.Pass()
-    if (
-        isinstance(node, ast.Assign)
-        and isinstance(node.targets[0], ast.Name)
-        and "arange" in {_called(n) for n in ast.walk(node.value)}
-    ):
+    named = isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    if named and "arange" in map(_called, ast.walk(node.value)):  # type: ignore[attr-defined]
         yield "offset off by one", _changed(node, value=_expr(f"({ast.unparse(node.value)}) + 1"))
 
 
@@ -239,9 +236,10 @@ def _of_function(function: ast.FunctionDef) -> Iterator[tuple[str, ast.stmt, ast
                 continue  # a docstring
             if isinstance(statement, ast.If) and _called(_last_value(statement)) in HINTS:
                 continue  # it prepares a hint, and nothing else
-            if isinstance(statement, ast.AnnAssign) or _called(getattr(statement, "value", None) or statement) in (
-                "static_assert", "assume", "inline_asm_elementwise",
-            ):  # fmt: skip
+            if (
+                isinstance(statement, ast.AnnAssign)
+                or _called(getattr(statement, "value", None) or statement) in OTHERS
+            ):
                 continue
             for kind, new in _of_statement(statement):
                 yield kind, statement, statement, new
@@ -280,25 +278,6 @@ def is_kernel(node: ast.AST) -> bool:
     )
 
 
-def digest_of(function: ast.FunctionDef) -> str:
-    """Of a function's syntax tree without comments, docstrings and the names of its variables."""
-    from kernelbook.lab import launched  # not before it is said whether kernels are interpreted
-
-    tree = launched.without_docstrings(copy.deepcopy(function))
-    tree.decorator_list = []  # type: ignore[attr-defined]
-    text = launched.tree_text(launched.Numbered({}).visit(tree))
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def _numbering(function: ast.FunctionDef) -> Callable[[ast.AST], str]:
-    """Of a part of a function the text, in which its variables have numbers."""
-    from kernelbook.lab import launched
-
-    numbered = launched.Numbered({})
-    numbered.number(function)
-    return lambda part: ast.unparse(ast.fix_missing_locations(numbered.visit(copy.deepcopy(part))))
-
-
 def faults_of(room: str, file: str, source: bytes | None = None) -> list[Fault]:
     """All faults that can be planted in the kernels of a file, in the order of the source."""
     source = (PACKAGE / file).read_bytes() if source is None else source
@@ -308,73 +287,205 @@ def faults_of(room: str, file: str, source: bytes | None = None) -> list[Fault]:
     found: list[Fault] = []
     seen: dict[tuple[str, ...], int] = {}
     for function in ast.parse(source).body:
-        if not is_kernel(function):
+        if not (isinstance(function, ast.FunctionDef) and is_kernel(function)) or function.name in HINTS:
             continue
-        assert isinstance(function, ast.FunctionDef)
-        if function.name in HINTS:
-            continue
-        numbered = _numbering(function)
         for kind, statement, old, new in _of_function(function):
             start = starts[old.lineno - 1] + old.col_offset  # type: ignore[attr-defined]
             end = starts[old.end_lineno - 1] + old.end_col_offset  # type: ignore[attr-defined]
             text = ast.unparse(ast.fix_missing_locations(new))
             if isinstance(new, ast.expr) and not isinstance(new, (ast.Call, ast.Name, ast.Constant, ast.Subscript)):
                 text = f"({text})"
-            if text == source[start:end].decode():
-                continue
-            blocks = [b[0].lineno for name in ("body", "orelse") if (b := getattr(statement, name, []))]
-            last = min(blocks) - 1 if blocks else statement.end_lineno
-            head = ast.unparse(statement).splitlines()[0]
-            key = (function.name, kind, head, text)
-            seen[key] = seen.get(key, -1) + 1
-            lines = (statement.lineno, last)
-            alike = numbered(statement).splitlines()[0], numbered(new)
-            fault = Fault(room, file, function.name, kind, head, seen[key], old.lineno, start, end, text, lines, alike)  # type: ignore[attr-defined,arg-type]
-            found.append(fault)
+            if text != source[start:end].decode():
+                head = ast.unparse(statement).splitlines()[0]
+                key = (function.name, kind, head, text)
+                seen[key] = seen.get(key, -1) + 1
+                line = old.lineno  # type: ignore[attr-defined]
+                found.append(Fault(room, file, function.name, kind, head, seen[key], line, start, end, text))
     return found
 
 
-def faults(rooms: tuple[str, ...] = tuple(ROOMS)) -> list[Fault]:
-    return [fault for room in rooms for file in ROOMS[room][0] for fault in faults_of(room, file)]
+def rooms() -> dict[str, list[str]]:
+    """By folder with kernels its files."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        place = path.relative_to(PACKAGE)
+        if len(place.parts) == 2 and place.parts[0] != "lab" and any(map(is_kernel, ast.parse(path.read_text()).body)):
+            found.setdefault(place.parts[0], []).append(place.as_posix())
+    return found
 
 
-def reachable() -> dict[str, set[tuple[str, str]]]:
-    """By kernel: the files and names of the functions that run in it, itself included. Files may have the same names."""
-    calls: dict[tuple[str, str], set[str]] = {}
-    imported: dict[tuple[str, str], str] = {}
-    for path in PACKAGE.rglob("*.py"):
-        tree = ast.parse(path.read_text())
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kernelbook."):
-                file = str(node.module).removeprefix("kernelbook.").replace(".", "/") + ".py"
-                imported |= {(path.relative_to(PACKAGE).as_posix(), alias.name): file for alias in node.names}
-        for node in tree.body:
-            if is_kernel(node):
-                names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
-                attributes = {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)}
-                calls[path.relative_to(PACKAGE).as_posix(), node.name] = names | attributes  # type: ignore[attr-defined]
-    files: dict[str, set[str]] = defaultdict(set)
-    for file, name in calls:
-        files[name].add(file)
-    result: dict[str, set[tuple[str, str]]] = {}
-    for kernel in calls:
-        found, todo = {kernel}, [kernel]
-        while todo:
-            file, name = todo.pop()
-            for called in calls[file, name] & files.keys():
-                # A file's own function, or else the one that it imports.
-                for place in (
-                    ({file} & files[called]) or ({imported.get((file, called), "")} & files[called]) or files[called]
-                ):
-                    if (place, called) not in found:
-                        found.add((place, called))
-                        todo.append((place, called))
-        result[kernel[1]] = result.get(kernel[1], set()) | found
-    return result
+def sample(room: str, count: int) -> list[Fault]:
+    """So many faults of a room, spread evenly over files, functions and kinds."""
+    every = [fault for file in rooms()[room] for fault in faults_of(room, file)]
+    every.sort(key=lambda fault: (fault.file, fault.function, fault.kind))
+    golden = (5**0.5 - 1) / 2  # of its multiples, modulo 1, any number lie apart
+    return [every[i] for i in sorted(range(len(every)), key=lambda i: i * golden % 1)[:count]]
 
 
-if __name__ == "__main__":  # book/evidence/faults.csv: how many there are
-    command_line(__doc__).parse_args()
-    counts = [(room, file, len(faults_of(room, file))) for room, (files, _) in ROOMS.items() for file in files]
-    lines = "".join(f"{room},{file},{count}\n" for room, file, count in counts)
-    (EVIDENCE / "faults.csv").write_text("room,file,faults\n" + lines)
+def reaching() -> dict[str, set[str]]:
+    """By function of kernels: the kernels in which it runs, by their names, itself included."""
+    nodes = [node for path in PACKAGE.rglob("*.py") for node in ast.parse(path.read_text()).body if is_kernel(node)]
+    calls = {
+        node.name: {*_names(node), *(n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute))} for node in nodes
+    }  # type: ignore[attr-defined]
+    found = {name: {name} for name in calls}
+    for _ in range(8):  # no function is called through more
+        for caller, names in calls.items():
+            for name in names & calls.keys():
+                found[name] |= found[caller]
+    return found
+
+
+# --- the tests ------------------------------------------------------------------------------------------------------
+
+
+class Watcher:
+    """A plugin of pytest: notes which kernels each test launches, and its seconds, of those that pass."""
+
+    def __init__(self) -> None:
+        self.told: dict[str, Any] = {}
+        self.launched: set[str] = set()
+
+    def pytest_sessionstart(self) -> None:
+        from triton.runtime.jit import KernelInterface
+
+        from kernelbook.launch import Launch
+
+        getitem, call = KernelInterface.__getitem__, Launch.__call__
+
+        def named(kernel: Any) -> str:
+            return str(getattr(kernel, "__name__", None) or kernel.fn.__name__)
+
+        def watched_getitem(kernel: Any, grid: Any) -> Any:
+            self.launched.add(named(kernel))
+            return getitem(kernel, grid)
+
+        def watched_call(launch: Any, grid: Any, *args: Any) -> None:
+            self.launched.add(named(launch.kernel))
+            call(launch, grid, *args)
+
+        KernelInterface.__getitem__, Launch.__call__ = watched_getitem, watched_call  # type: ignore[method-assign]
+
+    def pytest_runtest_makereport(self, item: Any, call: Any) -> None:
+        if call.when == "call":
+            if call.excinfo is None:
+                self.told[item.nodeid] = {"seconds": call.duration, "kernels": sorted(self.launched)}
+            self.launched.clear()
+
+
+def files_of(room: str) -> list[str]:
+    """The test files that have to notice a fault of a room."""
+    names = TESTS.get(room, room).split()
+    found = {path for name in names for path in (ROOT / "tests").glob(f"test_{name}*.py")}
+    return [str(path.relative_to(ROOT)) for path in sorted(found | {*(ROOT / "tests").glob("test_evidence_*.py")})]
+
+
+def environment(src: Path) -> dict[str, str]:
+    path = [str(src), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def baseline(room: str, out: Path) -> dict[str, Any]:
+    """By test what it launches and how long it takes, of those that pass."""
+    command = [sys.executable, __file__, "--baseline", str(out), *files_of(room)]
+    subprocess.run(command, cwd=ROOT, env=environment(ROOT / "src"), stdout=subprocess.DEVNULL, check=False)
+    told: dict[str, Any] = json.loads(out.read_text())
+    return told
+
+
+def chosen(told: dict[str, Any], kernels: set[str]) -> list[str]:
+    """The tests that launch one of these kernels, the fast ones first, up to a budget of seconds."""
+    tests, spent = [], 0.0
+    for name, about in sorted(told.items(), key=lambda item: item[1]["seconds"]):
+        if kernels & {*about["kernels"]} and (spent := spent + about["seconds"]) < max(BUDGET, about["seconds"] + 1e-9):
+            tests.append(name)
+    return tests
+
+
+def shown(fault: Fault, tests: list[str], limit: float) -> tuple[str, str]:
+    """The verdict on a fault that is planted in a copy of the sources, and the test that gave it."""
+    with tempfile.TemporaryDirectory() as scratch:
+        src = Path(shutil.copytree(ROOT / "src", Path(scratch) / "src"))
+        path = src / "kernelbook" / fault.file
+        path.write_bytes(fault.planted(path.read_bytes()))
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+        how: dict[str, Any] = {"cwd": ROOT, "env": environment(src), "capture_output": True, "text": True}
+        try:
+            done = subprocess.run(command, timeout=limit, check=False, **how)
+        except subprocess.TimeoutExpired:
+            return "timed out", ""
+    if done.returncode == 0:
+        return "survived", f"{len(tests)} tests"
+    failed = [line.split(" ", 1)[1] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return "stillborn" if re.search(NO_PROGRAM, done.stdout) else "killed", "".join(failed[:1])[:200]
+
+
+def campaign(room: str, count: int, processes: int, until: float) -> Iterator[dict[str, Any]]:
+    """A row for each fault of a room's sample that is tried before the time is up."""
+    kernels = reaching()
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        told = baseline(room, Path(file.name))
+
+    def tried(fault: Fault) -> tuple[Fault, str, str]:
+        tests = chosen(told, kernels[fault.function])
+        if not tests or time.monotonic() > until:
+            return fault, "" if tests else "untested", ""
+        return fault, *shown(fault, tests, PATIENCE + 4 * sum(told[test]["seconds"] for test in tests))
+
+    with ThreadPoolExecutor(processes) as pool:
+        for fault, verdict, by in pool.map(tried, sample(room, count)):
+            if verdict:
+                print(f"{verdict:9} {fault.file}:{fault.line} {fault.kind}: {fault.statement[:80]}", flush=True)
+                names = ("room", "name", "file", "line", "kind", "statement", "text")
+                about = {name: getattr(fault, name) for name in names}
+                yield about | {"where": WHERE, "verdict": verdict, "by": by} | explained(fault, verdict)
+
+
+def explained(fault: Fault, verdict: str) -> dict[str, str]:
+    """What a fault counts as, and of one that lives the reason, if ``reasons.csv`` has one for this place."""
+    if verdict in ("survived", "untested"):
+        for r in pd.read_csv(EVIDENCE / "reasons.csv", dtype=str, keep_default_na=False).to_dict("records"):
+            same = r["function"] in ("", fault.function) and r["kind"] in ("", fault.kind)
+            if same and r["statement"] in fault.statement and r["text"] in ("", fault.text):
+                return {"counts_as": r["counts_as"], "reason": r["reason"]}
+    return {"counts_as": verdict, "reason": ""}
+
+
+def main() -> int:
+    """Tries a sample of each room, and prints the share that the tests noticed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rooms", nargs="*", default=list(rooms()), choices=list(rooms()))
+    parser.add_argument("--faults", type=int, default=400, help="of each room (default: 400)")
+    parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 1) // 2))
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="when to stop")
+    parser.add_argument("--out", type=Path, default=EVIDENCE / "mutants.csv")
+    parser.add_argument("--baseline", nargs="+", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.baseline:
+        import pytest
+
+        watcher = Watcher()
+        pytest.main(["-q", "-p", "no:cacheprovider", *given.baseline[1:]], plugins=[watcher])
+        Path(given.baseline[0]).write_text(json.dumps(watcher.told))
+        return 0
+    until = time.monotonic() + given.seconds
+    for room in given.rooms:
+        rows = pd.DataFrame(campaign(room, given.faults, given.processes, until))
+        if rows.empty:
+            continue
+        old = (
+            pd.read_csv(given.out, dtype=str, keep_default_na=False)
+            if given.out.exists()
+            else pd.DataFrame({"room": []})
+        )
+        pd.concat([old.loc[old["room"] != room], rows]).to_csv(given.out, index=False, lineterminator="\n")
+        counts = rows["counts_as"].value_counts()
+        noticed = counts.reindex(["killed", "timed out"]).sum()
+        print(f"{room}: {noticed:.0f} of {noticed + counts.get('survived', 0):.0f} noticed; {dict(counts)}", flush=True)
+    totals = [(room, file, len(faults_of(room, file))) for room, files in rooms().items() for file in files]
+    pd.DataFrame(totals, columns=["room", "file", "faults"]).to_csv(given.out.with_name("faults.csv"), index=False)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -13,6 +13,7 @@ import ast
 import contextlib
 import csv
 import dataclasses
+import functools
 import hashlib
 import importlib
 import inspect
@@ -23,13 +24,14 @@ import re
 import subprocess
 import sys
 import tempfile
+import textwrap
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kernelbook import runtime  # before Triton, which it sets up
-from kernelbook.lab import launched
+from kernelbook.lab import stale
 from kernelbook.launch import OPTIONS
 
 # isort: split
@@ -37,6 +39,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.language import constexpr
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -382,12 +385,39 @@ def _amd_report(amdgcn: str) -> tuple[int, int]:
     return int(registers[1]), int(spills[1])
 
 
+@functools.cache
+def _text_of(function: Any) -> str:
+    """The syntax tree of a kernel or another function of ours, and what the names in it mean: numbers, functions of ours."""
+    function = getattr(function, "fn", function)
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    known: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id in function.__globals__:
+            known[node.id] = _value_text(function.__globals__[node.id], function)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            module = function.__globals__.get(node.value.id)
+            if inspect.ismodule(module) and module.__name__.startswith("kernelbook"):
+                known[ast.unparse(node)] = _value_text(getattr(module, node.attr), function)
+    return f"{stale.tree_text(tree)} {sorted(known.items())}"
+
+
+def _value_text(value: Any, within: Any = None) -> str:
+    """A constant, or a function or class of ours, as text; nothing of what is Triton's or PyTorch's, whose versions are known."""
+    value = getattr(value, "value", value) if isinstance(value, constexpr) else value
+    function = getattr(value, "fn", value)
+    if inspect.isfunction(function) or inspect.isclass(value):
+        if function is within or not function.__module__.startswith("kernelbook"):
+            return ""
+        if inspect.isclass(value):
+            return stale.tree_text(ast.parse(textwrap.dedent(inspect.getsource(value))))
+        return hashlib.sha256(_text_of(function).encode()).hexdigest()
+    return "" if inspect.ismodule(value) or inspect.isbuiltin(value) else repr(value)
+
+
 def _key(launch: _Launch, target: str) -> str:
-    """A digest in which arguments have places and no names: a variable's other name is the same kernel."""
-    places = {name: place for place, (name, _) in enumerate(launch.signature)}
-    types = [type_ for _, type_ in launch.signature]
-    constants = [(places[name], launched.value_text(value)) for name, value in launch.constants]
-    parts = (launched.text_of(launch.kernel), types, constants, launch.aligned, launch.options)
+    """A digest of all that the compiled kernel depends on; nothing where there is none."""
+    constants = [(name, _value_text(value)) for name, value in launch.constants]
+    parts = (_text_of(launch.kernel), launch.signature, constants, launch.aligned, launch.options)
     compiler = (triton.__version__, os.environ.get("TRITON_PTXAS_PATH", ""))
     text = repr((*parts, target, compiler))
     return "" if " at 0x" in text else hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -482,7 +512,7 @@ def _import_once(codes: Sequence[str]) -> None:
     for module in [module for name, module in sys.modules.items() if name.startswith("kernelbook.")]:
         for value in vars(module).values():
             if isinstance(value, JITFunction):
-                launched.text_of(value)
+                _text_of(value)
 
 
 def _main(job_path: str, result_path: str) -> None:

@@ -91,7 +91,7 @@ def compared(rows: pd.DataFrame, leave_out: Sequence[str] = record.BOUNDS) -> pd
           ``same``; ``clock_verdict``: the same by ``clock``, where 5% is no difference.
     """
     rows = rows.assign(gpus=rows["gpus"].fillna(1), x_name=rows["x_name"].fillna(""))
-    figures = ["ms", "ms_p20", "ms_p80", "host_us", "peak_mib", "launches"]
+    figures = ["ms", "ms_p20", "ms_p80", "host_us", "peak_mib", "state"]
     ours = rows.loc[rows["provider"] == "kernelbook", [*POINT, *(name for name in figures if name in rows)]]
     others = rows.loc[~rows["provider"].map(record.is_ours) & ~rows["provider"].isin(leave_out)]
     found = others.merge(ours, on=POINT, suffixes=("", "_ours"))
@@ -206,7 +206,7 @@ def middles(found: pd.DataFrame) -> pd.DataFrame:
 
 
 def counted(gpu: str) -> pd.DataFrame:
-    """What Nsight Compute counted on ``gpu`` in the longest kernel of a function's call: ``tools/record_chapters.py``.
+    """What Nsight Compute counted on ``gpu`` in the longest kernel of a function's call: ``bench/counters.py``.
 
     A row for each function and mode: ``kernel`` and ``problem``; ``memory``, ``unit`` and ``warps``, per cent of the peak of the
     memory, of the SM's busiest unit and of the places for warps; ``wait``, why a warp waits most, and ``waits``, its per cent of

@@ -22,7 +22,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kernelbook.lab import measured, older, record
+from kernelbook.lab import measured, record, stale
 
 __all__ = [
     "BLUE",
@@ -162,7 +162,7 @@ def by_gpu(stem: str | Sequence[str], draw: Callable[[str], Any]) -> Any:
     drawn = {gpu: part for gpu in gpus if (part := draw(gpu)) is not None}
     if len(drawn) <= 1:
         return next(iter(drawn.values()), None)
-    return tabs(drawn, {gpu: older.sentence(stem, gpu) for gpu in drawn} if isinstance(stem, str) else None)
+    return tabs(drawn, {gpu: record.sentence(stem, gpu) for gpu in drawn} if isinstance(stem, str) else None)
 
 
 def with_records(stem: str, draw: Callable[[pd.DataFrame, pd.DataFrame], Any]) -> Any:
@@ -443,11 +443,10 @@ def ladder(
 
 def _ladders_folder(stem: str) -> str | None:
     """Which GPU's ladder is shown: of the page's steps as they are, with the most of them; the book's GPU, if it is as good."""
-    version = record.notebook_version(stem)
 
     def good(gpu: str) -> tuple[bool, int]:
         rows = record.load_results(stem, gpu)
-        return version in set(rows["package"].astype(str)), len(rows)
+        return bool((rows["state"] == stale.CURRENT).all()), len(rows)
 
     return max(record.recorded_gpus(stem), key=good, default=None)
 
@@ -495,8 +494,7 @@ def step(stem: str, upto: str, *, by: str = "gbs", peak: bool = False, **only: A
         return f'*The step "{upto}" is not recorded yet.*'
     [(name, rows)] = found
     table = ladder(rows, _ladders_ceilings(stem), upto=upto, by=by, peak=peak)
-    version = record.notebook_version(stem)
-    older = "" if not version or version in set(rows["package"].astype(str)) else f"\n\n{EARLIER}."
+    older = "" if (rows["state"] == stale.CURRENT).all() else f"\n\n{EARLIER}."
     return f"{name}, {', '.join(sorted(set(rows['gpu'].astype(str))))}:\n\n{table}{older}"
 
 
@@ -548,8 +546,7 @@ def steps(
 
     Args:
         stem: the file that :func:`kernelbook.lab.timing.time_steps` wrote, of the GPU that :func:`ladder_gpu` names.
-        own: what :func:`kernelbook.lab.timing.time_steps` returned: the reader's times, if any, and the version of the
-            page's kernels, which says whether the recorded ones are of an earlier version.
+        own: what :func:`kernelbook.lab.timing.time_steps` returned: the reader's times, if any.
         by, peak: see :func:`ladder`; ``by`` for all or by operation.
         only: values of columns that pick some of the ladders.
     """
@@ -569,11 +566,8 @@ def steps(
             alike = [name for i, name in enumerate(steps) if i and low[i] <= high[best[i]] and high[i] >= low[best[i]]]
             text += f"Slower than the best before: {', '.join(slower)}.\n\n" if slower else ""
             text += f"No difference beyond the spread of the times: {', '.join(alike)}.\n\n" if alike else ""
-        if title == "Recorded" and own is not None and own.attrs.get("package", "") not in {"", *rows["package"]}:
+        if title == "Recorded" and (rows["state"] != stale.CURRENT).any():
             text += f"{EARLIER}: steps that joined since are not among them.\n\n"
-        # Such rows carry the version of the page's kernels, which says nothing of the package's.
-        if title == "Recorded" and "kernelbook" in set(rows["provider"]):
-            text += "The steps of a ladder are timed in one run, with the package as it was on that day.\n\n"
     return text or "Nothing is recorded yet."
 
 

@@ -5,18 +5,15 @@
 
 from __future__ import annotations
 
-import ast
+import collections
 import contextlib
 import csv
 import datetime
 import functools
-import hashlib
-import importlib
-import inspect
 import json
 import os
-import re
 import subprocess
+import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Iterable, Sequence
@@ -26,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kernelbook import runtime
-from kernelbook.lab import dates
+from kernelbook.lab import stale
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -36,10 +33,8 @@ __all__ = [
     "BOUNDS",
     "CEILING_COLUMNS",
     "COLUMNS",
-    "DATES",
     "ENVIRONMENT",
     "KEY",
-    "LATER_COLUMNS",
     "WRONG",
     "check_folder",
     "drop_rows",
@@ -51,40 +46,20 @@ __all__ = [
     "load_ceilings",
     "load_results",
     "new_run",
-    "notebook_version",
-    "package_version",
-    "page_version",
     "recorded_gpus",
     "replace_file",
     "results_dir",
-    "source_digest",
+    "sentence",
+    "write_lines",
     "write_results",
     "wrong_results",
 ]
 
-ENVIRONMENT = ("gpu", "driver", "torch", "triton", "package", "date")
-DATES = ("launches", "host", "peer")  # see lab/older.py
+ENVIRONMENT = ("gpu", "driver", "torch", "triton", "version", "commit", "kernels", "date")
 KEY = ("op", "mode", "provider", "dtype", "shape", "x_name", "x")
 FIGURES = ("ms", "ms_p20", "ms_p80", "gbytes", "gflop", "peak_mib", "err_ratio", "host_us", "gpus")
-COLUMNS = ("run", *KEY, *FIGURES, *ENVIRONMENT, *DATES)
+COLUMNS = ("run", *KEY, *FIGURES, *ENVIRONMENT, "peer")
 CEILING_COLUMNS = ("run", "copy_gbs", "bf16_tflops", "tf32_tflops", "empty_us", "add_host_us", *ENVIRONMENT)
-# Columns that joined later, with what they are in files that were written before.
-LATER_COLUMNS = {
-    "host_us": "nan", "gpus": "1", "empty_us": "nan", "add_host_us": "nan", "setup_s": "nan",
-    "launches": "", "host": "", "peer": "", "sources": "",
-}  # fmt: skip
-# What decides the figures of every room, beside its own sources.
-PACKAGE = Path(__file__).resolve().parents[1]
-SHARED_SOURCES = (
-    "launch.py",
-    "operators.py",
-    "memory.py",
-    "tensors.py",
-    "arguments.py",
-    "runtime.py",
-    "tiles.py",
-    "packed",
-)
 WRONG = 10.0  # ``err_ratio`` of a row from which on the result is wrong, and its time is compared with nothing
 BOUNDS = ("packed_cublas",)  # providers that do a part of the work only: no peer, since nobody can call one instead
 
@@ -99,97 +74,34 @@ def new_run() -> str:
     return uuid.uuid4().hex[:12]
 
 
-def source_digest(*places: Path) -> str:
-    """Eight hexadecimal digits that change with the Python sources in these folders or files: they tie a row to its code."""
-    digest = hashlib.sha256()
-    for place in places:
-        for path in [place] if place.is_file() else sorted(place.glob("*.py")):
-            digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:8]
-
-
-def page_version(stem: str, kernels: Iterable[Any]) -> str:
-    """``<stem>+<digest>`` of the sources of a page's own kernels, and of the package where its files or folders are given."""
-    sources = "".join(source_digest(k) if isinstance(k, Path) else inspect.getsource(k.fn) for k in kernels)
-    if not sources:
-        raise ValueError("page_version: kernels must name what a row measures, got none")
-    return _version_of(stem, sources)
-
-
-def _version_of(stem: str, sources: str) -> str:
-    sources = re.sub(r"^ *# (region .*|endregion)\n", "", sources, flags=re.MULTILINE)  # what a page folds
-    return f"{stem}+{hashlib.sha256(sources.encode()).hexdigest()[:8]}"
-
-
-def notebook_version(stem: str) -> str:
-    """What :func:`page_version` gives of a chapter's steps, read off its notebook, so that a cell can have it before the last
-    kernel; empty where there is no such notebook."""
-    path = results_dir().parents[1] / "notebooks" / f"{stem.removesuffix('_steps')}.ipynb"
-    return _notebook_version(stem, path, path.stat().st_mtime_ns) if path.exists() else ""
-
-
 @functools.cache
-def _notebook_version(stem: str, path: Path, _changed: int) -> str:
-    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-    functions: dict[str, str] = {}
-    tuples: dict[str, list[ast.expr]] = {}
-    imports: list[ast.ImportFrom] = []
-    measured: ast.expr | None = None
-    for source in ("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"):
-        lines = source.splitlines(keepends=True)
-        for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.FunctionDef) and node.decorator_list:
-                text = "".join(lines[node.decorator_list[0].lineno - 1 : node.end_lineno])
-                functions[node.name] = text.rstrip("\n") + "\n"
-            elif isinstance(node, (ast.Assign, ast.AugAssign)) and isinstance(node.value, ast.Tuple):
-                target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-                tuples.setdefault(ast.unparse(target), []).extend(node.value.elts)
-            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "timing.time_steps":
-                measured = node.args[2]
-            elif isinstance(node, ast.ImportFrom):
-                imports.append(node)
-    parts: list[str] = []
-    for element in tuples.get(ast.unparse(measured), [measured]) if measured is not None else []:
-        if isinstance(element, ast.Name):
-            parts.append(functions[element.id])
-        else:
-            # A path of the package, spelled with what the notebook imports.
-            names = {node.id for node in ast.walk(element) if isinstance(node, ast.Name)}
-            scope: dict[str, Any] = {}
-            for node in imports:
-                for alias in node.names:
-                    if (name := alias.asname or alias.name) in names:
-                        module = importlib.import_module(node.module or "")
-                        found = getattr(module, alias.name, None)
-                        scope[name] = found or importlib.import_module(f"{node.module}.{alias.name}")
-            found = eval(ast.unparse(element), scope)
-            parts += [source_digest(place) for place in ([found] if isinstance(found, Path) else found)]
-    return _version_of(stem, "".join(parts))
-
-
-def package_version(*places: Path) -> str:
-    """``<version of kernelbook>+<digest>`` of the sources in these folders or files and of :data:`SHARED_SOURCES`."""
-    from kernelbook import __version__
-
-    shared = [PACKAGE / name for name in SHARED_SOURCES]
-    return f"{__version__}+{source_digest(*places, *(path for path in shared if path.exists()))}"
-
-
-def environment(package: str) -> dict[str, str]:
-    """The columns that say where and with what a row was measured."""
-    import triton
-
-    driver = "none"
+def _driver() -> str:
     if runtime.HAS_GPU:
         with contextlib.suppress(OSError, subprocess.CalledProcessError):
             query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-            driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split("\n")[0].strip()
+            return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split("\n")[0].strip()
+    return "none"
+
+
+def environment(stem: str = "", op: str = "") -> dict[str, str]:
+    """The columns that say where and with what a row was measured.
+
+    Args:
+        stem: of the file that the row is for; nothing for what depends on no kernel.
+        op: the function that the row is of, see :func:`kernelbook.lab.stale.kernels_hash`.
+    """
+    import triton
+
+    from kernelbook import __version__
+
     return {
         "gpu": runtime.properties().name,
-        "driver": driver,
+        "driver": _driver(),
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "package": package,
+        "version": __version__,
+        "commit": stale.commit(),
+        "kernels": stale.kernels_hash(stem, op) if stem else "",
         "date": datetime.date.today().isoformat(),
     }
 
@@ -197,22 +109,28 @@ def environment(package: str) -> dict[str, str]:
 def write_results(path: Path, rows: pd.DataFrame, key: Sequence[str] = KEY) -> pd.DataFrame:
     """Adds ``rows`` to the CSV file at ``path``, replacing those with the same key, and returns the whole table.
 
-    Rows that are not replaced keep every character. The new file takes the old one's place in one step. New rows of a file
-    that its sources date (:data:`kernelbook.lab.dates.DATED`) get their digest, wherever the file lies. Raises ``ValueError`` when the columns of the file and of ``rows`` differ.
+    Rows that are not replaced keep every character. The new file takes the old one's place in one step.
+    Raises ``ValueError`` when the columns of the file and of ``rows`` differ.
     """
     import pandas as pd
 
-    if digest := dates.sources_digest(path.stem):
-        rows = _dated(rows, digest)
-    rows = rows.fillna({name: value for name, value in LATER_COLUMNS.items() if name in rows.columns}).astype(str)
+    rows = rows.assign(peer=rows["peer"].astype(object).fillna("")) if "peer" in rows else rows
+    rows = rows.astype(str)
     if path.exists():
-        old = _with_later_columns(pd.read_csv(path, dtype=str, keep_default_na=False), list(rows.columns))
+        old = pd.read_csv(path, dtype=str, keep_default_na=False)
         if list(old.columns) != list(rows.columns):
             raise ValueError(f"write_results: {path.name} has columns {list(old.columns)}, got {list(rows.columns)}")
         rows = pd.concat([old, rows], ignore_index=True)
     rows = rows.drop_duplicates(list(key), keep="last").reset_index(drop=True)
     replace_file(path, rows.to_csv(index=False, lineterminator="\n"))
     return rows
+
+
+def write_lines(path: Path, lines: Iterable[dict[str, Any]], key: Sequence[str]) -> None:
+    """The same for a file of one JSON object a line, such as curves."""
+    old = [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
+    found = {json.dumps([line[name] for name in key]): line for line in [*old, *lines]}
+    replace_file(path, "".join(json.dumps(line) + "\n" for line in found.values()))
 
 
 def drop_rows(path: Path, which: Callable[[pd.DataFrame], Sequence[bool]]) -> None:
@@ -224,20 +142,6 @@ def drop_rows(path: Path, which: Callable[[pd.DataFrame], Sequence[bool]]) -> No
         left = rows[[not goes for goes in which(rows)]]
         if len(left) < len(rows):
             replace_file(path, left.to_csv(index=False, lineterminator="\n"))
-
-
-def _dated(rows: pd.DataFrame, digest: str) -> pd.DataFrame:
-    """``rows`` with the digest where they have none: in ``launches`` of our rows, or, of another kind of table, in ``sources``."""
-    if not set(KEY) <= {*rows.columns}:
-        return rows if "sources" in rows.columns else rows.assign(sources=digest)
-    rows = (rows if "launches" in rows.columns else rows.assign(launches="")).fillna({"launches": ""})
-    return rows.assign(launches=rows["launches"].mask(rows["provider"].map(is_ours) & (rows["launches"] == ""), digest))
-
-
-def _with_later_columns(rows: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
-    """``rows`` with those of :data:`LATER_COLUMNS` that ``columns`` has and a file from before has not."""
-    missing = {name: value for name, value in LATER_COLUMNS.items() if name in columns and name not in rows.columns}
-    return rows.assign(**missing)[list(columns)] if missing and {*rows.columns, *missing} == {*columns} else rows
 
 
 def replace_file(path: Path, text: str) -> None:
@@ -302,28 +206,42 @@ def gpu_name(folder: str) -> str:
         return next((row["gpu"] for row in csv.DictReader(rows)), folder)
 
 
-def load_results(room: str, gpu: str = BOOKS_GPU) -> pd.DataFrame:
-    """The recorded rows of ``room`` on ``gpu`` (a folder of ``book/results``), figures as numbers, less :func:`wrong_results`."""
-    rows = _read(room, gpu)
+def load_results(stem: str, gpu: str = BOOKS_GPU) -> pd.DataFrame:
+    """The recorded rows of a file of ``gpu`` (a folder of ``book/results``), figures as numbers, less :func:`wrong_results`.
+
+    A column ``state`` says of each row whether it is current, older or not dated (:mod:`kernelbook.lab.stale`).
+    """
+    rows = _read(stem, gpu)
     return rows.loc[~(rows["err_ratio"] >= WRONG)].reset_index(drop=True) if "err_ratio" in rows else rows
 
 
-def wrong_results(room: str, gpu: str = BOOKS_GPU) -> pd.DataFrame:
-    """The rows of ``room`` whose result is wrong by :data:`WRONG`: a peer's, since ours are not recorded then."""
-    rows = _read(room, gpu)
+def wrong_results(stem: str, gpu: str = BOOKS_GPU) -> pd.DataFrame:
+    """The rows of a file whose result is wrong by :data:`WRONG`: a peer's, since ours are not recorded then."""
+    rows = _read(stem, gpu)
     return rows.loc[rows["err_ratio"] >= WRONG] if "err_ratio" in rows else rows.iloc[:0]
 
 
-def _read(room: str, gpu: str) -> pd.DataFrame:
+def _read(stem: str, gpu: str) -> pd.DataFrame:
     import pandas as pd
 
-    rows = pd.read_csv(results_dir() / gpu / f"{room}.csv", dtype={"run": str})
-    for name in ("host_us", "gpus"):
-        if name not in rows.columns:
-            rows[name] = float(LATER_COLUMNS[name])
-    rows["gbs"] = rows["gbytes"] / rows["ms"] * 1e3
-    rows["tflops"] = rows["gflop"] / rows["ms"]
+    path = results_dir() / gpu / f"{stem}.csv"
+    if path.exists():
+        rows = pd.read_csv(path, dtype={"run": str, "kernels": str, "commit": str})
+    else:
+        rows = pd.read_json(path.with_suffix(".jsonl"), lines=True, dtype=False)
+    if "ms" in rows:
+        rows["gbs"], rows["tflops"] = rows["gbytes"] / rows["ms"] * 1e3, rows["gflop"] / rows["ms"]
+    ops = rows["op"] if "op" in rows else [""] * len(rows)
+    rows["state"] = [stale.state(kernels, stem, str(op)) for kernels, op in zip(rows["kernels"], ops, strict=True)]
     return rows
+
+
+def sentence(stem: str, gpu: str = BOOKS_GPU) -> str:
+    """Whether recorded rows of ``stem`` are older than the kernels, in a sentence; nothing where all are current."""
+    counts = load_results(stem, gpu)["state"].value_counts()
+    words = {stale.OLDER: "were measured with other kernels than today's", stale.NOT_DATED: "are not dated"}
+    parts = [f"{counts[state]:,} of {counts.sum():,} rows {word}" for state, word in words.items() if state in counts]
+    return f"{'; '.join(parts)}." if parts else ""
 
 
 def load_all_results(gpu: str = BOOKS_GPU) -> dict[str, pd.DataFrame]:
@@ -340,3 +258,19 @@ def load_ceilings(gpu: str = BOOKS_GPU, run: str | None = None) -> pd.DataFrame:
 
     rows = pd.read_csv(results_dir() / gpu / "ceilings.csv", dtype={"run": str})
     return rows if run is None else rows.loc[rows["run"] == run]
+
+
+def main() -> int:
+    """Prints what is older than the kernels, or not dated: a line for each file, function and state."""
+    for gpu in recorded_gpus("*"):
+        for path in sorted(results_dir().glob(f"{gpu}/*.*")):
+            rows = load_results(path.stem, gpu)
+            of = zip(rows["op"] if "op" in rows else [""] * len(rows), rows["state"], strict=True)
+            for (op, state), count in collections.Counter(of).items():
+                if state != stale.CURRENT and path.stem != "ceilings":
+                    print(f"{gpu}/{path.name}: {op}{': ' if op else ''}{count} rows {state}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,6 +1,6 @@
 """Measuring: the time of a call, the ceilings of the machine, and the cases of a benchmark.
 
-A benchmark of a room (``lab/bench/<room>.py``) lists :class:`Case` objects. :func:`run_cases` checks every provider of a
+A benchmark of a room (``bench/<room>.py``) lists :class:`Case` objects. :func:`run_cases` checks every provider of a
 case against float64 and times them in one process beside the machine's ceilings, and :func:`kernelbook.lab.record.write_results` keeps the
 rows of each case, as they come, in ``book/results/<gpu>/<room>.csv``. GB are 1e9 bytes, TFLOP 1e12 operations, MiB
 2**20 bytes, times milliseconds.
@@ -50,7 +50,6 @@ __all__ = [
     "wall",
 ]
 
-METHOD = 1  # raised by hand when how a time is taken changes; a bench has one of its own for what is measured
 WARMUP_MS = 25.0
 ROUNDS = 4  # in which the providers of a case have their turns; even, since every second round goes backwards
 MODES = ("forward", "backward", "forward_backward", "step", "first_call")
@@ -311,14 +310,12 @@ def measure_ceilings(*, quick: bool = False) -> Ceilings:
     return Ceilings(*figures, empty_us, host_us(lambda: torch.add(x, 1, out=y)))
 
 
-def ceilings_row(ceilings: Ceilings, run: str, package: str) -> pd.DataFrame:
+def ceilings_row(ceilings: Ceilings, run: str) -> pd.DataFrame:
     """One row of ``ceilings.csv``."""
     import pandas as pd
 
     figures = {name: f"{value:.5g}" for name, value in dataclasses.asdict(ceilings).items()}
-    return pd.DataFrame(
-        [{"run": run, **figures, **results.environment(package)}], columns=list(results.CEILING_COLUMNS)
-    )
+    return pd.DataFrame([{"run": run, **figures, **results.environment()}], columns=list(results.CEILING_COLUMNS))
 
 
 # --- what is measured -----------------------------------------------------------------------------------------------
@@ -415,20 +412,20 @@ def error_ratios(problem: Problem) -> dict[str, float]:
 def run_cases(
     cases: Iterable[Case],
     *,
-    package: str,
+    stem: str = "",
     progress: bool = True,
     rep_ms: float = 100.0,
-    dated: Callable[[Case, str], Mapping[str, str]] | None = None,
+    peer: Callable[[str], str] = lambda provider: "",
     record: Callable[[pd.DataFrame], object] | None = None,
 ) -> tuple[pd.DataFrame, list[str]]:
     """Checks and times every provider of every case in this process.
 
     Args:
         cases: what is measured.
-        package: the column of that name, see :func:`kernelbook.lab.record.package_version`.
+        stem: of the file that the rows are for, which says what kernels they depend on (:mod:`kernelbook.lab.stale`).
         progress: show a progress bar.
         rep_ms: how long to sample each call.
-        dated: from a case and a provider to the columns :data:`kernelbook.lab.record.DATES`, see :func:`kernelbook.lab.older.dates_of`.
+        peer: from a provider that is not ours to the package that it is of, and its version.
         record: is given the rows of each case as soon as they are there, so that a run that ends early keeps them.
 
     Returns:
@@ -439,7 +436,7 @@ def run_cases(
     import pandas as pd
     from tqdm import tqdm
 
-    run, about = results.new_run(), results.environment(package)
+    run = results.new_run()
     rows: list[dict[str, Any]] = []
     failures: list[str] = []
     for case in tqdm(list(cases), disable=not progress, unit="case"):
@@ -454,11 +451,9 @@ def run_cases(
         except Exception as error:  # a peer that a new version broke: one case is lost, not the run
             failures.append(f"{case}: {type(error).__name__}: {error}")
             continue
-        undated = dict.fromkeys(results.DATES, "")
-        new = [
-            {"run": run, **figures, **about, **(dated(case, figures["provider"]) if dated else undated)}
-            for figures in found
-        ]
+        about = results.environment(stem, case.op)
+        peers = ["" if results.is_ours(row["provider"]) else peer(row["provider"]) for row in found]
+        new = [{"run": run, **row, **about, "peer": name} for row, name in zip(found, peers, strict=True)]
         rows += new
         if record is not None:
             record(pd.DataFrame(new, columns=list(results.COLUMNS)))
@@ -504,50 +499,41 @@ def _run_case(case: Case, rep_ms: float) -> list[dict[str, str]]:
     return rows
 
 
-def time_steps(
-    stem: str, cases: Iterable[Case], kernels: Iterable[Any], *, record: bool = False, rep_ms: float = 100.0
-) -> pd.DataFrame:
+def time_steps(stem: str, cases: Iterable[Case], *, record: bool = False, rep_ms: float = 100.0) -> pd.DataFrame:
     """Checks and times the steps of a chapter, see :func:`run_cases`; without a GPU checks them and returns no row.
 
-    What is returned has the version of the page's kernels in ``attrs["package"]``.
-
     Args:
-        stem: with ``record``, on a GPU, the rows go to ``book/results/<gpu>/<stem>.csv`` ladder by ladder, and the ceilings
-            beside them: what one ladder gave stays where another fails, or where the time is up.
-        cases: one for each ladder; the providers are its steps in their order, peers last.
-        kernels: the page's own kernels and, where operators of the package are steps, the paths of their sources, which tie
-            a row to them.
+        stem: with ``record``, on a GPU, the rows go to ``book/results/<gpu>/<stem>.csv`` table by table, and the ceilings
+            beside them: what one gave stays where another fails, or where the time is up.
+        cases: one for each table of steps; the providers are its steps in their order, peers last.
         record: keep what was measured.
         rep_ms: how long to sample each call.
 
     Raises:
         RuntimeError: a case failed.
     """
-    package = results.page_version(stem, kernels)
     gpu = runtime.DEVICE.type == "cuda"
     folder = results.results_dir() / runtime.device_slug() if record and gpu else None
-    path = None if folder is None else folder / f"{stem}.csv"
     cases = list(cases)
 
     def keep(rows: pd.DataFrame) -> None:
-        if path is not None:
-            new = set(_ladders_of(rows))  # steps that are none any more do not stay among them
-            results.drop_rows(path, lambda old: [ladder in new for ladder in _ladders_of(old)])
-            results.write_results(path, rows)
+        if folder is not None:
+            new = set(_tables_of(rows))  # steps that are none any more do not stay among them
+            results.drop_rows(folder / f"{stem}.csv", lambda old: [table in new for table in _tables_of(old)])
+            results.write_results(folder / f"{stem}.csv", rows)
 
-    rows, failures = run_cases(cases, package=package, progress=False, rep_ms=rep_ms if gpu else 1.0, record=keep)
-    if folder is not None and path is not None and len(rows):
-        run, found = rows["run"].iloc[0], set(_ladders_of(rows))
+    kept = stem if folder is not None else ""
+    rows, failures = run_cases(cases, stem=kept, progress=False, rep_ms=rep_ms if gpu else 1.0, record=keep)
+    if folder is not None and len(rows):
+        run, found = rows["run"].iloc[0], set(_tables_of(rows))
         if {(case.op, case.mode, case.dtype_name, case.shape_text) for case in cases} <= found:  # all of the page's
-            results.drop_rows(path, lambda old: list(old["run"] != run))
-        row = ceilings_row(measure_ceilings(), run, package)
-        results.write_results(folder / "ceilings.csv", row, key=("run",))
+            results.drop_rows(folder / f"{stem}.csv", lambda old: list(old["run"] != run))
+        results.write_results(folder / "ceilings.csv", ceilings_row(measure_ceilings(), run), key=("run",))
     if failures:
         raise RuntimeError("time_steps: " + "; ".join(failures))
-    rows.attrs["package"] = package
     return rows if gpu else rows.iloc[:0]  # the interpreter's times say nothing, so none is kept
 
 
-def _ladders_of(rows: pd.DataFrame) -> list[tuple[str, ...]]:
-    """What each row's ladder is told by."""
+def _tables_of(rows: pd.DataFrame) -> list[tuple[str, ...]]:
+    """What each row's table of steps is told by."""
     return list(zip(*(rows[name].astype(str) for name in ("op", "mode", "dtype", "shape")), strict=True))

@@ -46,7 +46,7 @@ class GPTConfig:
         bias: whether linear layers have biases.
         attention: ``"kernelbook"`` or ``"torch"``: :func:`kernelbook.flash_attention`, or PyTorch's own.
         activation: of the MLP, ``"gelu"`` or ``"relu"``. With ReLU most hidden values become zero, see
-            :mod:`kernelbook.lab.bench.sparse_inference`.
+            :mod:`bench.sparse_inference`.
         compact_gradient: sparse layers hand out gradients of their active rows only, for
             :class:`kernelbook.train.ChunkAdamW`; PyTorch's optimizers, clipping, DDP, FSDP2 and
             ``torch.compile(fullgraph=True)`` need ``False``.

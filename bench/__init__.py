@@ -1,0 +1,83 @@
+"""What is measured: one :class:`Bench` each for the rooms, for modules and whole models, for several GPUs and for experiments.
+
+``python -m bench layer_norm``, or ``make bench ROOM=layer_norm``, measures one of them and writes its rows into ``book/results/<gpu>``.
+This folder is no part of the installed package: run it in the repository. Importing it imports none of the benches.
+"""
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from bench import baselines
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from kernelbook.lab.timing import Case
+
+__all__ = ["CASE_BY_CASE", "NAMES", "ROOMS", "Bench", "bench", "benches"]
+
+# The rooms: each is a package of this name.
+ROOMS = ("attention", "layer_norm", "moe_lora", "nf4", "scatter_ffn", "sparse_linear")
+CASE_BY_CASE = (*ROOMS, "moe_block")
+# Those beyond have tables and a clock of their own.
+NAMES = (*CASE_BY_CASE, "host", "several_gpus", "whole_model", "same_loss", "sparse_inference", "sparse_training")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bench:
+    """What is measured of one thing; module ``bench.<name>`` makes it, as ``BENCH``.
+
+    Attributes:
+        name: of the module, and what the names of its files in ``book/results/<gpu>`` begin with.
+        baselines: for each provider that is not ours the distribution whose version dates it. A provider is meant up to a colon.
+        needs: by distribution, what is not measured without it, where that is more than a baseline.
+        left_out: what is not measured though one would expect it, and why.
+        cases: what is measured, case by case.
+        models: further cases, at the sizes of published models; their file is ``models.csv``.
+        host_calls: small calls, whose cost is the host's.
+        extras: tables of another kind as they come, each with the stem of its file.
+        keys: of files with other columns the columns that tell one row from another, by the stem.
+        run: measures into a folder, where a table and a clock of its own take the place of cases. Returns the exit code.
+        options: those of the command's ``select`` and ``layers`` that ``run`` takes.
+    """
+
+    name: str
+    baselines: Mapping[str, str]
+    needs: dict[str, str] = dataclasses.field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+    cases: Callable[[], Iterable["Case"]] | None = None
+    models: Callable[[], Iterable["Case"]] = tuple
+    host_calls: Callable[[], Mapping[str, Callable[[], object]]] = dict
+    extras: Callable[[], Iterator[tuple[str, "pd.DataFrame"]]] | None = None
+    keys: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+    run: Callable[..., int] | None = None
+    options: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if (self.cases is None) == (self.run is None):
+            given = "none" if self.run is None else "both"
+            raise ValueError(f"Bench: {self.name} must have either cases or run, got {given}")
+
+    def missing(self) -> list[str]:
+        """What is not measured here, and why."""
+        lost: dict[str, list[str]] = {}
+        for provider, package in self.baselines.items():
+            lost.setdefault(package, []).append(provider)
+        wanted = {package: ", ".join(providers) for package, providers in lost.items()} | self.needs
+        absent = [package for package in wanted if baselines.version(package) is None]
+        return [*(f"{wanted[package]} (package {package} is not installed)" for package in absent), *self.left_out]
+
+
+def bench(name: str) -> Bench:
+    """The bench of that name."""
+    if name not in NAMES:
+        raise ValueError(f"bench: name must be one of {', '.join(NAMES)}, got {name!r}")
+    found: Bench = importlib.import_module(f"{__name__}.{name}").BENCH
+    return found
+
+
+def benches(names: Iterable[str] = NAMES) -> list[Bench]:
+    """The benches of these names, or all of them."""
+    return [bench(name) for name in names]

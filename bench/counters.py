@@ -1,0 +1,175 @@
+"""What Nsight Compute counts inside kernels: ``python -m bench.counters``, on a GPU with ``ncu`` on the path.
+
+- ``counters.csv``: of each function and pass the longest kernel, at the recorded shape whose share of the bound is the middle one;
+- ``profile.csv``: the kernels that the chapter "A kernel is wrong, a kernel is slow" reads;
+- ``slow_kernels.csv``: those that it asks about.
+
+What of ``counters.csv`` is of today's kernels already is not counted again. Each call runs in a process of its own, once to be
+compiled and once to be counted.
+"""
+
+import argparse
+import io
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+
+import bench
+import kernelbook as kb
+from kernelbook import runtime, study
+from kernelbook.lab import measured, record, stale, timing
+
+__all__ = ["count", "longest", "main", "middle_cases", "read_raw"]
+
+SECTIONS = ("SpeedOfLight", "LaunchStats", "Occupancy", "SchedulerStats", "WarpStateStats")
+# Of some hundred metrics those that pages read
+METRICS = re.compile(
+    r"gpu__time_duration\.sum|dram__bytes_(read|write)\.sum|(gpu__dram_|sm__)throughput\.avg\.pct_of_peak_sustained_elapsed"
+    r"|launch__(registers_per_thread|grid_size|block_size|waves_per_multiprocessor|occupancy_limit_\w+)"
+    r"|sm__warps_active\.avg\.pct_of_peak_sustained_active|smsp__issue_active\.avg\.pct_of_peak_sustained_active"
+    r"|smsp__average_warp_latency_per_inst_issued\.ratio|smsp__average_warps_issue_stalled_\w+_per_issue_active\.ratio"
+)
+ROWS, HEADS = (65536, 4096), (2, 16, 4096, 128)
+
+
+def _tensor(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float16, device=runtime.DEVICE, requires_grad=True)
+
+
+def _norms() -> Callable[[], object]:
+    x, weight, bias, dy = _tensor(*ROWS), _tensor(ROWS[1]), _tensor(ROWS[1]), _tensor(*ROWS).detach()
+    return lambda: torch.autograd.grad(study.layer_norm_with_locks(x, weight, bias), (x, weight, bias), dy)
+
+
+def _attention() -> Callable[[], object]:
+    q, k, v = (_tensor(*HEADS).detach() for _ in range(3))
+    return lambda: kb.flash_attention(q, k, v)
+
+
+# By kernel the problem, and what makes a call that launches it.
+PROFILED: dict[str, tuple[str, Callable[[], Callable[[], object]]]] = {
+    "_layer_norm_fwd_kernel": ("M=65536 N=4096", _norms),
+    "_layer_norm_bwd_locks_kernel": ("M=65536 N=4096", _norms),
+    "_flash_attention_fwd_hopper_kernel": ("B=2 H=16 N=4096 D=128", _attention),
+}
+
+
+def slow_kernels() -> dict[str, tuple[str, Callable[[], Callable[[], object]]]]:
+    """The slow kernels of a chapter, in the same way."""
+    sys.path.append(str(stale.ROOT / "book" / "solutions"))
+    import slow
+
+    return {name: (problem, lambda call=call: call) for name, (problem, call) in slow.calls("cuda").items()}  # type: ignore[misc]
+
+
+def middle_cases() -> dict[str, timing.Case]:
+    """For each function and pass, of what is recorded on this GPU, the case with the middle share of the bound."""
+    benches = bench.benches(bench.CASE_BY_CASE)
+    cases = {str(case): case for one in benches for case in (*(one.cases() if one.cases else ()), *one.models())}
+    found = measured.bounded(runtime.device_slug())
+    columns = [found[name] for name in ("op", "mode", "dtype", "shape", "x_name", "x")]
+    names = [
+        f"{op} {mode} {dtype} {shape} {of}={x:.12g}" for op, mode, dtype, shape, of, x in zip(*columns, strict=True)
+    ]
+    found = found.assign(case=names)
+    return {name: cases[name] for name in measured.middles(found.loc[found["case"].isin(list(cases))])["case"]}
+
+
+def count(what: str, name: str) -> None:
+    """What runs under Nsight Compute: a call once to compile it, then once to be counted."""
+    torch.manual_seed(0)  # as where it is timed
+    if what == "counters":
+        call: Any = middle_cases()[name].build().providers["kernelbook"]
+    else:
+        call = (PROFILED if what == "profile" else slow_kernels())[name][1]()
+    call()
+    torch.cuda.synchronize()
+    torch.cuda.profiler.start()
+    call()
+    torch.cuda.synchronize()
+    torch.cuda.profiler.stop()
+
+
+def counted(what: str, name: str) -> pd.DataFrame:
+    """What Nsight Compute says of a call, at the clock that the GPU has: see :func:`read_raw`. No row where it failed."""
+    with tempfile.TemporaryDirectory() as scratch:
+        raw = Path(scratch) / "raw.csv"
+        command = ["ncu", *(part for section in SECTIONS for part in ("--section", section))]
+        command += ["--metrics", "dram__bytes_read.sum,dram__bytes_write.sum", "--clock-control", "none"]
+        command += ["--profile-from-start", "off", "--csv", "--page", "raw", "--print-units", "base"]
+        command += ["--log-file", str(raw), sys.executable, "-m", "bench.counters", "--call", what, name]
+        done = subprocess.run(command, check=False)
+        return read_raw(raw.read_text(encoding="utf-8") if done.returncode == 0 and raw.exists() else "")
+
+
+def read_raw(text: str) -> pd.DataFrame:
+    """The page "raw" of Nsight Compute: a row for each kernel and metric of those that are kept, kernels in their order."""
+    columns = ["launch", "kernel", "metric", "unit", "value"]
+    lines = [line for line in text.splitlines() if not line.startswith("==")]
+    if not lines:
+        return pd.DataFrame(columns=columns)
+    units, *kernels = pd.read_csv(io.StringIO("\n".join(lines)), dtype=str, keep_default_na=False).to_dict("records")
+    rows = [
+        (i, kernel["Kernel Name"], metric, units[metric], value.replace(",", ""))
+        for i, kernel in enumerate(kernels)
+        for metric, value in kernel.items()
+        if METRICS.fullmatch(str(metric))
+    ]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def longest(rows: pd.DataFrame) -> pd.DataFrame:
+    """Of :func:`read_raw` the kernel that took longest."""
+    times = rows.loc[rows["metric"] == "gpu__time_duration.sum"]
+    launch = times["value"].astype(float).idxmax()
+    return rows.loc[rows["launch"] == rows.loc[launch, "launch"]].drop(columns="launch")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Counts what is missing; 1 if something was not counted."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--call", nargs=2, metavar=("FILE", "NAME"), help="only this call: what runs under ncu")
+    given = parser.parse_args(arguments)
+    if given.call:
+        count(*given.call)
+        return 0
+    if shutil.which("ncu") is None or runtime.DEVICE.type != "cuda":
+        print("counters: expected a GPU, and Nsight Compute's 'ncu' on the path", file=sys.stderr)
+        return 2
+    folder, missing = record.results_dir() / runtime.device_slug(), []
+    there: set[tuple[Any, ...]] = set()
+    if (folder / "counters.csv").exists():
+        rows = record.load_results("counters", folder.name)
+        there = set(rows.loc[rows["state"] == stale.CURRENT, ["op", "mode"]].itertuples(index=False, name=None))
+    for name, case in middle_cases().items():
+        if (case.op, case.mode) not in there:
+            rows = counted("counters", name)
+            about = dict(zip(("op", "mode", "dtype", "shape", "x_name", "x"), case.key, strict=True))
+            if len(rows):
+                rows = pd.DataFrame([about] * len(longest(rows))).join(longest(rows).reset_index(drop=True))
+                rows = rows.assign(**record.environment("counters", case.op))
+                record.write_results(folder / "counters.csv", rows, key=("op", "mode", "metric"))
+            missing += [name] * (not len(rows))
+    for what, problems in (("profile", PROFILED), ("slow_kernels", slow_kernels())):
+        for kernel, (problem, _) in problems.items():
+            rows = counted(what, kernel)
+            rows = rows.loc[rows["kernel"] == kernel].drop(columns="launch").drop_duplicates("metric")
+            rows.insert(1, "problem", problem)
+            if len(rows):
+                rows = rows.assign(**record.environment(what))
+                record.write_results(folder / f"{what}.csv", rows, key=("kernel", "metric"))
+            missing += [kernel] * (not len(rows))
+    print("".join(f"not counted: {name}\n" for name in missing), end="", file=sys.stderr)
+    return int(bool(missing))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

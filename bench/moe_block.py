@@ -1,0 +1,423 @@
+"""What is measured for the block: one layer's experts, at the sizes of models, with transformers and PEFT as the baselines.
+
+All providers are the same module of transformers with the same LoRA, which PEFT put on it; only who computes differs.
+
+- ``eager``, ``grouped_mm``, ``batched_mm``: transformers' own implementations on bfloat16 weights, with what PEFT does for
+  them (it adds each pair to the whole weight);
+- ``axolotl``: its ScatterMoE on the same bfloat16 weights, where it is installed, with the pairs as its patch of PEFT hands them on;
+- ``kernelbook``: ours on 4-bit experts, ``kernelbook:all`` and ``:count`` with that choice of experts instead of the automatic
+  one where it differs, and ``kernelbook:dense`` on the bfloat16 weights.
+
+The bfloat16 weights are what the 4-bit ones stand for, so all compute the same. Mode ``forward`` is without LoRA and
+gradients, as in decoding; ``forward_backward`` gives the gradients of the input, of the gates and of the LoRA parameters.
+Memory is counted beyond the weights: the 4-bit ones take 0.28 times the bfloat16 ones' bytes in addition.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+
+from bench import Bench, baselines
+from kernelbook import check, runtime
+from kernelbook.lab import profiling, record, timing
+from kernelbook.lab.timing import Case, Problem
+from kernelbook.nf4 import nf4_quantize
+from kernelbook.nn import moe
+from kernelbook.train.capture import Captured
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["BENCH", "cases", "extras", "host_calls"]
+
+
+# experts, hidden size, intermediate size, experts of a token
+MODELS = {
+    "Qwen3-30B-A3B": (128, 2048, 768, 8),
+    "OLMoE-1B-7B": (64, 2048, 1024, 8),
+    "Mixtral-8x7B": (8, 4096, 14336, 2),
+}
+RANK = 16
+ZIPF = 0.5  # experts' preferences fall off like 1 / sqrt(rank): of 128 the most wanted one gets five times its share
+# By model: tokens of a forward pass without LoRA, and of a training step with it.
+DECODING = {"Qwen3-30B-A3B": (1, 4, 8, 16, 64, 2048), "OLMoE-1B-7B": (1, 8, 2048), "Mixtral-8x7B": (1, 2048)}
+TRAINING = {"Qwen3-30B-A3B": (16, 128, 2048, 8192), "OLMoE-1B-7B": (16, 2048), "Mixtral-8x7B": (16, 2048)}
+PEERS = ("eager", "grouped_mm", "batched_mm", "axolotl")
+BATCHED_TOKENS = 16  # batched_mm copies the weights of each pair
+EAGER_TOKENS, EAGER_EXPERTS = (1, 16, 2048), 128  # a loop over many experts takes its time to measure
+
+
+# --- the reference --------------------------------------------------------------------------------------------------
+
+
+def block_reference(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    ids: torch.Tensor,
+    gates: torch.Tensor,
+    pairs: Mapping[str, moe.LoRAPair],
+) -> torch.Tensor:
+    """The block in plain PyTorch in the dtype of ``x``, an expert at a time; dense weights (E, N, K), pairs unmerged."""
+
+    def linear(rows: torch.Tensor, name: str, weight: torch.Tensor, e: int) -> torch.Tensor:
+        out = rows @ weight[e].to(x.dtype).t()
+        if name in pairs:
+            a, b, scaling = pairs[name]
+            out = out + scaling * (rows @ a[e].to(x.dtype).t()) @ b[e].to(x.dtype).t()
+        return out
+
+    flat, slots = ids.reshape(-1), ids.shape[1]
+    out = x.new_zeros(flat.numel(), x.shape[1])
+    for e in flat.unique().tolist():
+        rows = (flat == e).nonzero()[:, 0]
+        gate, up = linear(x[rows // slots], "gate_up_proj", gate_up, e).chunk(2, dim=-1)
+        out = out.index_copy(0, rows, linear(F.silu(gate) * up, "down_proj", down, e))
+    return (out.view(*ids.shape, -1) * gates[..., None].to(x.dtype)).sum(1)
+
+
+# --- transformers' module with PEFT's wrappers ----------------------------------------------------------------------
+
+
+class _Holder(torch.nn.Module):
+    """What a model is to PEFT: something that has the experts as a part."""
+
+    def __init__(self, experts: torch.nn.Module) -> None:
+        super().__init__()
+        self.experts = experts
+
+
+class _Layer:
+    """One layer's experts, of transformers, dense and in 4 bits, with the same LoRA on both."""
+
+    def __init__(self, sizes: Sequence[int], rank: int | None) -> None:
+        from transformers import Qwen3MoeConfig
+        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+        from kernelbook.interop import transformers as interop
+
+        experts, hidden, inner, slots = sizes
+        config = Qwen3MoeConfig(
+            num_experts=experts, hidden_size=hidden, moe_intermediate_size=inner, num_experts_per_tok=slots
+        )
+        interop.register()
+        with torch.device(runtime.DEVICE):
+            dense = Qwen3MoeExperts(config).to(torch.bfloat16).requires_grad_(False)
+        quantized = copy.copy(dense)
+        quantized._parameters = dict(dense._parameters)
+        quantized._modules = dict(dense._modules)
+        for name in ("gate_up_proj", "down_proj"):
+            weight = getattr(dense, name)
+            weight.data.normal_(std=weight.shape[-1] ** -0.5)
+            moe.quantize_parameter(quantized, name)
+            weight.data.copy_(getattr(quantized, name))
+        self.config = config
+        self.dense: Any = dense
+        self.quantized: Any = quantized
+        self.weights = {name: getattr(dense, name) for name in ("gate_up_proj", "down_proj")}
+        self.modules: dict[str, Any] = {"dense": dense, "quantized": quantized}
+        self.parameters: dict[str, list[torch.nn.Parameter]] = {"dense": [], "quantized": []}
+        self.pairs: dict[str, moe.LoRAPair] = {}
+        if rank is not None:
+            self._add_lora(rank)
+
+    def _add_lora(self, rank: int) -> None:
+        import peft
+
+        from kernelbook.interop import peft as interop_peft
+
+        names = ("gate_up_proj", "down_proj")
+        first: dict[str, Any] = {}
+        for kind in ("dense", "quantized"):
+            settings = peft.LoraConfig(
+                r=rank, lora_alpha=2 * rank, target_modules=[], target_parameters=[f"experts.{n}" for n in names],
+                init_lora_weights=False,
+            )  # fmt: skip
+            model: Any = peft.get_peft_model(_Holder(getattr(self, kind)), settings)  # type: ignore[arg-type]
+            interop_peft.use_factors(model)
+            wrappers: dict[str, Any] = {w.parameter_name: w for w in model.modules() if hasattr(w, "parameter_name")}
+            for name in names:
+                parts = [wrappers[name].lora_A["default"].weight, wrappers[name].lora_B["default"].weight]
+                if kind == "dense":
+                    first[name] = parts
+                    self.pairs[name] = interop_peft.lora_pair(wrappers[name], "default")
+                else:
+                    for own, other in zip(parts, first[name], strict=True):
+                        own.data.copy_(other)
+                self.parameters[kind] += parts
+            self.modules[kind] = model.base_model.model.experts
+
+    def call(self, provider: str) -> tuple[Callable[..., torch.Tensor], list[torch.nn.Parameter]]:
+        """The provider's forward pass of (x, ids, gates), and the parameters that it trains."""
+        own, _, variant = provider.partition(":")
+        implementation = own if own in PEERS else "kernelbook"
+        kind = "dense" if own in PEERS or variant == "dense" else "quantized"
+
+        def forward(x: torch.Tensor, ids: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+            self.config._experts_implementation = implementation
+            self.quantized.kernelbook_active = variant or "auto"
+            out: torch.Tensor = self.modules[kind](x, ids, gates)
+            return out
+
+        return self._axolotl if own == "axolotl" else forward, self.parameters[kind]
+
+    def _axolotl(self, x: torch.Tensor, ids: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        """What axolotl's patch of PEFT does in front of its kernels: each pair is cast and laid out anew."""
+        to_theirs, parameters = baselines.axolotl("layers").peft_lora_to_scattermoe, self.parameters["dense"]
+        self.dense._scattermoe_lora = {
+            name: (*to_theirs(a.to(x.dtype), b.to(x.dtype), len(pair[0]), pair[0].shape[1]), pair[2])
+            for (name, pair), a, b in zip(self.pairs.items(), parameters[::2], parameters[1::2], strict=True)
+        }
+        out: torch.Tensor = baselines.axolotl("experts").scattermoe_experts_forward(self.dense, x, ids, gates)
+        return out
+
+
+# --- the cases ------------------------------------------------------------------------------------------------------
+
+
+def _routing(tokens: int, experts: int, slots: int, seed: int = 0, zipf: float = 0.0) -> torch.Tensor:
+    """Each token to different experts at random: drawn on the CPU, so the same ones on every machine.
+
+    Evenly, or with preferences that fall off like ``1 / rank ** zipf``: a softmax's numbers with Gumbel noise, the largest.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.rand(tokens, experts, generator=generator)
+    if zipf:
+        rank = torch.randperm(experts, generator=generator) + 1.0
+        drawn = -zipf * rank.log() - (-drawn.log()).log()
+    return drawn.topk(slots).indices.to(runtime.DEVICE)
+
+
+def _inputs(
+    tokens: int, sizes: Sequence[int], seed: int = 0, zipf: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    experts, hidden, _, slots = sizes
+    x = torch.randn(tokens, hidden, dtype=torch.bfloat16, device=runtime.DEVICE)
+    gates = torch.rand(tokens, slots, device=runtime.DEVICE)
+    return x, _routing(tokens, experts, slots, seed, zipf), (gates / gates.sum(1, keepdim=True)).to(torch.bfloat16)
+
+
+def _providers(mode: str, tokens: int, sizes: Sequence[int]) -> list[str]:
+    names = ["grouped_mm", "kernelbook:dense", "kernelbook"]
+    if sizes[0] >= EAGER_EXPERTS and tokens in EAGER_TOKENS:
+        names.insert(0, "eager")
+    if mode == "forward" and tokens <= BATCHED_TOKENS and sizes[0] > 8:
+        names.insert(0, "batched_mm")
+    if baselines.has("axolotl"):
+        names.append("axolotl")
+    names.append("kernelbook:all")  # every expert is made dense first
+    if tokens == 16 and sizes[0] > 8:
+        names.append("kernelbook:count")
+    return names
+
+
+def _problem(mode: str, tokens: int, sizes: Sequence[int], zipf: float = 0.0) -> Problem:
+    layer = _Layer(sizes, RANK if mode == "forward_backward" else None)
+    x, ids, gates = _inputs(tokens, sizes, zipf=zipf)
+    upstream = torch.randn_like(x)
+    weights = layer.weights["gate_up_proj"], layer.weights["down_proj"]
+
+    def gradients(out: torch.Tensor, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        return [out, *torch.autograd.grad(out, leaves, upstream.to(out.dtype))]
+
+    def provider(name: str) -> Callable[[], Sequence[torch.Tensor]]:
+        forward, parameters = layer.call(name)
+        if mode == "forward":
+
+            def infer() -> Sequence[torch.Tensor]:
+                with torch.no_grad():
+                    return [forward(x, ids, gates)]
+
+            return infer
+
+        def train() -> Sequence[torch.Tensor]:
+            own, weighting = x.detach().requires_grad_(), gates.detach().requires_grad_()
+            return gradients(forward(own, ids, weighting), [own, weighting, *parameters])
+
+        return train
+
+    def plain(dtype: torch.dtype) -> Sequence[torch.Tensor]:
+        own, weighting = (t.detach().to(dtype).requires_grad_() for t in (x, gates))
+        with torch.set_grad_enabled(mode == "forward_backward"):
+            out = block_reference(own, *weights, ids, weighting, layer.pairs)
+        if mode == "forward":
+            return [out]
+        return gradients(out, [own, weighting, *layer.parameters["dense"]])
+
+    return Problem(
+        providers={name: provider(name) for name in _providers(mode, tokens, sizes)},
+        truth=lambda: plain(torch.float64),
+        baseline=lambda: plain(torch.bfloat16),
+        factor=check.FORWARD_FACTOR if mode == "forward" else check.GRADIENT_FACTOR,
+    )
+
+
+def _case(mode: str, tokens: int, sizes: Sequence[int], zipf: float = 0.0) -> Case:
+    experts, hidden, inner, slots = sizes
+    rank = RANK if mode == "forward_backward" else 0
+    passes = 2 if rank else 1
+    # Of each weight that the batch uses, on average over random routings: 4 bits, and an absmax for 64 of them.
+    used = experts * (1 - (1 - slots / experts) ** tokens)
+    stored = used * 3 * hidden * inner * (0.5 + 4 / 64)
+    factors = 2 * rank * experts * (2 * hidden + 3 * inner) * passes
+    products = tokens * slots * (3 * hidden * inner + rank * (2 * hidden + 3 * inner))
+    return Case(
+        op="moe_block",
+        mode=mode,
+        dtype=torch.bfloat16,
+        shape={"E": experts, "H": hidden, "I": inner, "k": slots, "r": rank} | ({"zipf": zipf} if zipf else {}),
+        x_name="T",
+        x=tokens,
+        gbytes=(passes * stored + factors + 2 * passes * 2 * tokens * hidden) / 1e9,
+        # Backward: the products again with the gradient, and those of the LoRA parameters' own gradients.
+        gflop=(2 * products * passes + (2 * tokens * slots * rank * (2 * hidden + 3 * inner) if rank else 0)) / 1e9,
+        build=lambda: _problem(mode, tokens, sizes, zipf),
+    )
+
+
+def cases() -> Iterator[Case]:
+    """Decoding without LoRA and training with it, for three models' layers; routers are even, and of many experts skewed too."""
+    for name, sizes in MODELS.items():
+        for tokens in TRAINING[name]:
+            yield _case("forward_backward", tokens, sizes)
+        for tokens in DECODING[name]:
+            yield _case("forward", tokens, sizes)
+        if sizes[0] > 8:
+            yield _case("forward_backward", 2048, sizes, ZIPF)
+            yield _case("forward", 64, sizes, ZIPF)
+
+
+# --- what choosing costs --------------------------------------------------------------------------------------------
+
+CHOICE_KEY = ("gpu", "way", "graph", "tokens")
+
+
+def choosing_experiment(repeats: int = 10) -> pd.DataFrame:
+    """Layers one after the other in decoding, by wall clock: what the host's part costs, which a single call's time hides.
+
+    Eight layers of Qwen3-30B-A3B's size, forward. ``way``: ``auto`` is what ours do on 4-bit experts by themselves (few rows
+    are multiplied by experts that are decoded in the products); ``all``, ``bound``, ``count`` make experts dense first and are
+    ways to choose which, of which the last makes the host wait; ``dense`` are ours on bfloat16 weights, ``grouped_mm`` is
+    transformers'. With ``graph`` the layers are captured into a CUDA graph and replayed, which takes the host out.
+    Columns: way, graph, tokens, experts (that become dense, on average), layer_ms.
+    """
+    import pandas as pd
+
+    sizes, layers = MODELS["Qwen3-30B-A3B"], 8
+    layer = _Layer(sizes, None)
+    rows = []
+    for tokens in (1, 4, 8, 16, 32):
+        inputs = [_inputs(tokens, sizes, i) for i in range(layers)]
+        for way in ("auto", "all", "bound", "count", "dense", "grouped_mm"):
+            if way == "bound" and tokens * sizes[3] >= sizes[0]:
+                continue
+            forward, _ = layer.call(way if way in PEERS else f"kernelbook:{way}")
+            experts = []
+            if way in ("all", "bound", "count"):
+                found = [moe.choose_experts(ids, sizes[0], way)[0] for _, ids, _ in inputs]
+                experts = [sizes[0] if chosen is None else len(chosen) for chosen in found]
+
+            def run(inputs: Any = inputs, forward: Any = forward) -> None:
+                for given in inputs:
+                    forward(*given)
+
+            with torch.no_grad():
+                calls: dict[bool, Callable[[], Any]] = {False: run}
+                if way in PEERS:
+                    with contextlib.suppress(RuntimeError):  # some versions cannot be captured
+                        calls[True] = Captured(run)
+                elif way != "count":  # nor can a wait
+                    calls[True] = Captured(run)
+                for call in calls.values():
+                    for _ in range(3):
+                        call()
+                rows += [
+                    {
+                        "way": way,
+                        "graph": graph,
+                        "tokens": tokens,
+                        "experts": f"{sum(experts) / len(experts):.4g}" if experts else "",
+                        "layer_ms": f"{timing.wall(call, samples=repeats)[0].ms / layers:.4g}",
+                    }
+                    for graph, call in calls.items()
+                ]
+    about = record.environment("moe_block_choice")
+    return pd.DataFrame([{**row, **about} for row in rows])
+
+
+PARTS_KEY = ("gpu", "provider", "tokens", "part")
+# What a kernel belongs to, by what its name contains; the first that fits.
+PARTS = {
+    "dequantize": ("nf4_dequantize",),
+    "gradients of A and B": ("moe_lora_bwd", "wgrad", "recompute"),
+    "routing": ("_route_", "sort", "Sort", "histc", "Histogram", "kernelHistogram", "scan", "Scan"),
+    "products": ("moe_lora", "_rows_kernel", "gemm", "Gemm", "cutlass", "nvjet", "grouped", "gemv"),
+}
+
+
+part_of = functools.partial(profiling.part_of, parts=PARTS)
+
+
+def parts_experiment(repeats: int = 5) -> pd.DataFrame:
+    """Where the time of forward and backward goes, by the profiler, with a warm cache.
+
+    Columns: provider, tokens, part, part_ms, launches.
+    """
+    import pandas as pd
+
+    sizes = MODELS["Qwen3-30B-A3B"]
+    rows = []
+    for tokens in (16, 2048):
+        problem = _problem("forward_backward", tokens, sizes)
+        for provider in ("kernelbook", "kernelbook:dense", "grouped_mm"):
+            call = problem.providers[provider]
+            for _ in range(3):
+                call()
+            found = profiling.sums(profiling.device_kernels(call, calls=repeats), part_of, calls=repeats)
+            rows += [
+                {
+                    "provider": provider,
+                    "tokens": tokens,
+                    "part": part,
+                    "part_ms": f"{ms:.4g}",
+                    "launches": f"{launches:g}",
+                }
+                for part, (ms, launches) in found.items()
+            ]
+    about = record.environment("moe_block_parts")
+    return pd.DataFrame([{**row, **about} for row in rows])
+
+
+def extras() -> Iterator[tuple[str, pd.DataFrame]]:
+    """Tables of another kind."""
+    yield "moe_block_choice", choosing_experiment()
+    yield "moe_block_parts", parts_experiment()
+
+
+def host_calls() -> dict[str, Callable[[], object]]:
+    """Small calls, whose cost is the host's: a block of 8 experts, 4 tokens to two of them each."""
+    x, ids, gates = _inputs(4, (8, 128, 64, 2))
+    up, down = (torch.randn(shape, dtype=x.dtype, device=x.device) for shape in ((8, 128, 128), (8, 128, 64)))
+    packed_up, packed_down = nf4_quantize(up), nf4_quantize(down)
+    return {
+        "gated_experts": lambda: moe.gated_experts(x, up, down, ids, gates),
+        "gated_experts, 4 bits": lambda: moe.gated_experts(x, packed_up, packed_down, ids, gates),
+    }
+
+
+BENCH = Bench(
+    name="moe_block",
+    keys={"moe_block_choice": CHOICE_KEY, "moe_block_parts": PARTS_KEY},
+    baselines=dict.fromkeys(("eager", "grouped_mm", "batched_mm"), "transformers") | {"axolotl": "axolotl"},
+    needs={"transformers": "everything", "peft": "forward + backward"},
+    cases=cases,
+    host_calls=host_calls,
+    extras=extras,
+)

@@ -1,0 +1,654 @@
+"""What is measured of ``moe_lora``: the products of models' experts, with and without low-rank updates, and their gradients."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from bench import Bench, baselines
+from bench.models import MODELS as LATEST
+from kernelbook import check, runtime
+from kernelbook.lab import timing
+from kernelbook.moe_lora import op
+from kernelbook.moe_lora.reference import (
+    grouped_mm_rows,
+    moe_lora_reference,
+    route_reference,
+    scatter2scatter_reference,
+)
+from kernelbook.packed import NF4, NF4Tensor
+from kernelbook.study import moe_lora as study
+
+__all__ = [
+    "BENCH",
+    "MODELS",
+    "Shape",
+    "cases",
+    "host_calls",
+    "projections",
+]
+
+# Experts, hidden size, intermediate size, experts a token (from the models' published configurations).
+MODELS = {
+    "Qwen3.5-35B-A3B": (256, 2048, 512, 8),
+    "Qwen3-30B-A3B": (128, 2048, 768, 8),
+    "OLMoE-1B-7B": (64, 2048, 1024, 8),
+    "Mixtral-8x7B": (8, 4096, 14336, 2),
+}
+TOKENS = 2048
+RANKS = (16, 32, 64)
+# The case of PEFT's own benchmark, https://github.com/huggingface/peft/pull/3577: one product, one expert a token.
+PEFT_EXPERTS, PEFT_K, PEFT_N, PEFT_TOKENS = 128, 2048, 768, 4096
+UNSLOTH_EXPERTS = 128  # it tries 108 tiles for each size: so one model's two products alone
+
+Tensors = Sequence[torch.Tensor]
+Calls = dict[str, Callable[[], Tensors]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """E experts with (K, N) matrices, k of them for each of T tokens, rank r; the rows come in expert order if ``grouped``."""
+
+    experts: int
+    k: int
+    n: int
+    slots: int
+    tokens: int = TOKENS
+    rank: int = 16
+    grouped: bool = False
+
+    @property
+    def rows(self) -> int:
+        return self.tokens * self.slots
+
+    @property
+    def named(self) -> dict[str, int]:
+        """As ``targets`` and results spell it."""
+        return {"E": self.experts, "K": self.k, "N": self.n, "k": self.slots, "T": self.tokens, "r": self.rank}
+
+
+def projections(model: str) -> dict[str, Shape]:
+    """The two products of a model's experts: gate and up in one, whose rows are tokens; down, whose rows are sorted."""
+    experts, hidden, intermediate, slots = MODELS[model]
+    return {
+        "gate_up": Shape(experts, hidden, 2 * intermediate, slots),
+        "down": Shape(experts, intermediate, hidden, slots, grouped=True),
+    }
+
+
+@functools.lru_cache(maxsize=64)
+def _chosen(tokens: int, experts: int, slots: int) -> torch.Tensor:
+    """-> (T, k) int64 on the CPU: k different experts of each token, all alike; the same ones on every machine."""
+    drawn = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(0))
+    return drawn.topk(slots).indices
+
+
+@dataclasses.dataclass(frozen=True)
+class _Inputs:
+    """Random tensors, and the routing as both sides take it."""
+
+    x: torch.Tensor
+    w: torch.Tensor
+    lora_a: torch.Tensor
+    lora_b: torch.Tensor
+    dy: torch.Tensor
+    ids: torch.Tensor
+    routing: op.Routing
+    sorted_routing: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+    @classmethod
+    def of(cls, shape: Shape, dtype: torch.dtype) -> "_Inputs":
+        device = runtime.DEVICE
+        ids = _chosen(shape.tokens, shape.experts, shape.slots).to(device)
+        order, inverse, offsets = route_reference(ids, shape.experts)
+
+        def randn(*size: int) -> torch.Tensor:
+            return torch.randn(size, dtype=dtype, device=device)
+
+        return cls(
+            x=randn(shape.rows if shape.grouped else shape.tokens, shape.k),
+            w=randn(shape.experts, shape.k, shape.n) / shape.k**0.5,
+            lora_a=randn(shape.experts, shape.rank, shape.k) / shape.k**0.5,
+            lora_b=randn(shape.experts, shape.n, shape.rank),
+            dy=randn(shape.rows, shape.n),
+            ids=ids,
+            routing=op.route(ids, shape.experts),
+            sorted_routing=(order // shape.slots, inverse, offsets),
+        )
+
+    @property
+    def ends(self) -> torch.Tensor:
+        return self.sorted_routing[2][1:].to(torch.int32)
+
+    @property
+    def order(self) -> torch.Tensor:
+        return self.routing.order.long()
+
+
+def _base(shape: Shape, dtype: torch.dtype) -> timing.Problem:
+    """The product without a low-rank update."""
+    t = _Inputs.of(shape, dtype)
+    how: dict[str, Any] = {"grouped_in": shape.grouped}
+    calls: Calls = {
+        "grouped_mm": lambda: [grouped_mm_rows(t.x, t.w, None, None, *t.sorted_routing, **how)],
+        "kernelbook": lambda: [op.scatter2scatter(t.x, t.w, t.routing, **how)],
+    }
+    if baselines.has("scattermoe"):
+        calls["scattermoe"] = _scattermoe(t, shape)
+    views: dict[str, Callable[[Tensors], Tensors]] = {}
+    if shape.experts == UNSLOTH_EXPERTS and baselines.has("unsloth"):
+        calls["unsloth"], views["unsloth"] = _unsloth(t, shape)
+
+    def truth() -> Tensors:
+        return [scatter2scatter_reference(t.x.double(), t.w.double(), t.ids, **how)]
+
+    return timing.Problem(calls, truth, calls["grouped_mm"], check.FORWARD_FACTOR, views)
+
+
+def _forward(shape: Shape, dtype: torch.dtype) -> timing.Problem:
+    t = _Inputs.of(shape, dtype)
+    how: dict[str, Any] = {"grouped_in": shape.grouped}
+    given = (t.x, t.w, t.lora_a, t.lora_b)
+
+    def ours(strategy: str) -> Callable[[], Tensors]:
+        return lambda: [op.moe_lora(*given, t.routing, strategy=strategy, **how)]
+
+    def truth() -> Tensors:
+        x, w, a, b = (v.double() for v in given)
+        return [moe_lora_reference(x, w, a, b, t.ids, **how)]
+
+    calls: Calls = {
+        "grouped_mm": lambda: [grouped_mm_rows(*given, *t.sorted_routing, **how)],
+        "kernelbook": ours("auto"),
+        "kernelbook:fused": ours("fused"),
+        "kernelbook:split": ours("split"),
+    }
+    return timing.Problem(
+        calls,
+        truth,
+        calls["grouped_mm"],
+        check.FORWARD_FACTOR,
+    )
+
+
+def _dx(shape: Shape, dtype: torch.dtype) -> timing.Problem:
+    """The gradient of x alone."""
+    t = _Inputs.of(shape, dtype)
+    needs = (True, False, False, False, False, False)
+
+    def ours(strategy: str) -> Callable[[], Tensors]:
+        call = op.call_of(
+            "moe_lora", t.x, t.w, t.routing, t.lora_a, t.lora_b, strategy=strategy, grouped_in=shape.grouped
+        )
+        return lambda: [op.moe_lora_backward(t.dy, None, *call, needs)[0]]
+
+    def grouped_mm() -> Tensors:
+        rows, ends = t.dy[t.order], t.ends
+        dx = torch._grouped_mm(rows, t.w.transpose(1, 2), offs=ends)
+        dx += torch._grouped_mm(torch._grouped_mm(rows, t.lora_b, offs=ends), t.lora_a, offs=ends)
+        if shape.grouped:
+            return [dx]
+        return [dx[t.sorted_routing[1]].view(shape.tokens, shape.slots, shape.k).sum(1)]
+
+    def truth() -> Tensors:
+        x = t.x.double().requires_grad_()
+        y = moe_lora_reference(x, t.w.double(), t.lora_a.double(), t.lora_b.double(), t.ids, grouped_in=shape.grouped)
+        return torch.autograd.grad(y, x, t.dy.double())
+
+    calls: Calls = {
+        "grouped_mm": grouped_mm,
+        "kernelbook": ours("auto"),
+        "kernelbook:fused": ours("fused"),
+        "kernelbook:split": ours("split"),
+    }
+    return timing.Problem(calls, truth, grouped_mm, check.GRADIENT_FACTOR)
+
+
+def _factors(shape: Shape, dtype: torch.dtype) -> timing.Problem:
+    """The gradients of A and B, U and D being there; ``recomputing`` makes do without them."""
+    t = _Inputs.of(shape, dtype)
+    given = (t.x, t.dy, t.lora_a, t.lora_b, t.routing)
+    saved = study.shrink_products(*given)
+
+    def grouped_mm() -> Tensors:
+        ends = t.ends
+        u, d = (product[:, : shape.rank] for product in saved)
+        da = torch._grouped_mm(d.t(), t.x[t.sorted_routing[0]], offs=ends)
+        return [da, torch._grouped_mm(t.dy[t.order].t(), u, offs=ends)]
+
+    def truth() -> Tensors:
+        a, b = (v.double().requires_grad_() for v in (t.lora_a, t.lora_b))
+        zero = t.w.new_zeros((), dtype=torch.float64).expand(t.w.shape)
+        y = moe_lora_reference(t.x.double(), zero, a, b, t.ids)
+        return torch.autograd.grad(y, (a, b), t.dy.double())
+
+    calls: Calls = {
+        "grouped_mm": grouped_mm,
+        "kernelbook": lambda: study.lora_gradients(*given, saved=saved),
+        "kernelbook:recomputing": lambda: study.lora_gradients(*given),
+    }
+    return timing.Problem(calls, truth, grouped_mm, check.GRADIENT_FACTOR)
+
+
+def _step(shape: Shape, dtype: torch.dtype) -> timing.Problem:
+    """Forward and backward through autograd with W frozen; -> y, dx, dA, dB."""
+    t = _Inputs.of(shape, dtype)
+    how: dict[str, Any] = {"grouped_in": shape.grouped}
+    leaves = tuple(v.requires_grad_() for v in (t.x, t.lora_a, t.lora_b))
+    x, a, b = leaves
+
+    def ours(strategy: str) -> Callable[[], Tensors]:
+        def call() -> Tensors:
+            y = op.moe_lora(x, t.w, a, b, t.routing, strategy=strategy, **how)
+            return [y.detach(), *torch.autograd.grad(y, leaves, t.dy)]
+
+        return call
+
+    def grouped_mm() -> Tensors:
+        y = grouped_mm_rows(x, t.w, a, b, *t.sorted_routing, **how)
+        return [y.detach(), *torch.autograd.grad(y, leaves, t.dy)]
+
+    def truth() -> Tensors:
+        own = [v.detach().double().requires_grad_() for v in leaves]
+        y = moe_lora_reference(own[0], t.w.double(), own[1], own[2], t.ids, **how)
+        return [y.detach(), *torch.autograd.grad(y, own, t.dy.double())]
+
+    calls: Calls = {
+        "grouped_mm": grouped_mm,
+        "kernelbook": ours("auto"),
+        "kernelbook:fused": ours("fused"),
+        "kernelbook:split": ours("split"),
+    }
+    views: dict[str, Callable[[Tensors], Tensors]] = {}
+    if baselines.has("axolotl"):
+        calls["axolotl"], views["axolotl"] = _axolotl(t, shape)
+    if shape.tokens == PEFT_TOKENS and baselines.has("peft"):  # elsewhere as one of moe_block's
+        calls["peft"], views["peft"] = _peft(t, shape)
+    return timing.Problem(calls, truth, grouped_mm, check.GRADIENT_FACTOR, views)
+
+
+def _quantized(shape: Shape) -> tuple[NF4Tensor, torch.Tensor]:
+    """Random NF4 experts, and the float32 numbers (E, K, N) that they stand for."""
+    sizes, device = (shape.experts, shape.n, shape.k), runtime.DEVICE
+    elements = math.prod(sizes)
+    code = torch.tensor(NF4.values, device=device)
+    packed = torch.randint(256, (elements // 2,), dtype=torch.uint8, device=device)
+    absmax = (1 + torch.rand(elements // 64, device=device)) / shape.k**0.5
+    dense = torch.empty(sizes, device=device)
+    for expert, bytes_, scales in zip(dense, packed.chunk(len(dense)), absmax.chunk(len(dense)), strict=True):
+        codes = torch.stack([bytes_ >> 4, bytes_ & 15], -1).view(-1, 64).int()
+        torch.mul(code[codes], scales[:, None], out=expert.view(-1, 64))
+    return NF4Tensor(packed, absmax, sizes, 64, code), dense.transpose(1, 2)
+
+
+def _packed(shape: Shape, dtype: torch.dtype) -> timing.Problem:
+    """The product with experts in 4 bits, beside the one with the same experts dense."""
+    how: dict[str, Any] = {"grouped_in": shape.grouped}
+    t, (q, exact) = _Inputs.of(shape, dtype), _quantized(shape)
+    w = exact.transpose(1, 2).to(dtype).transpose(1, 2)
+    calls: Calls = {
+        "grouped_mm": lambda: [grouped_mm_rows(t.x, w, None, None, *t.sorted_routing, **how)],
+        "kernelbook:dense": lambda: [op.scatter2scatter(t.x, w, t.routing, **how)],
+        "kernelbook": lambda: [op.scatter2scatter(t.x, q, t.routing, **how)],
+    }
+    if baselines.has("nf4_grouped"):
+        from nf4_grouped import gemm_4bit_grouped
+
+        given, rows_of = _for_grouped_nf4_gemm(t, q, shape)
+        calls["grouped_nf4_gemm"] = lambda: [gemm_4bit_grouped(rows_of(t.x), *given)[t.sorted_routing[1]]]
+
+    def truth() -> Tensors:
+        return [scatter2scatter_reference(t.x.double(), exact.double(), t.ids, **how)]
+
+    return timing.Problem(calls, truth, calls["grouped_mm"], check.FORWARD_FACTOR)
+
+
+def _packed_step(shape: Shape, dtype: torch.dtype) -> timing.Problem:
+    """As :func:`_step`, with experts in 4 bits and with the same ones dense."""
+    t, (q, exact) = _Inputs.of(shape, dtype), _quantized(shape)
+    w = exact.transpose(1, 2).to(dtype).transpose(1, 2)
+    x, a, b = leaves = tuple(v.requires_grad_() for v in (t.x, t.lora_a, t.lora_b))
+
+    def ours(weight: Any) -> Callable[[], Tensors]:
+        def call() -> Tensors:
+            y = op.moe_lora(x, weight, a, b, t.routing)
+            return [y.detach(), *torch.autograd.grad(y, leaves, t.dy)]
+
+        return call
+
+    def truth() -> Tensors:
+        own = [v.detach().double().requires_grad_() for v in leaves]
+        y = moe_lora_reference(own[0], exact.double(), own[1], own[2], t.ids)
+        return [y.detach(), *torch.autograd.grad(y, own, t.dy.double())]
+
+    calls: Calls = {"kernelbook:dense": ours(w), "kernelbook": ours(q)}
+    if baselines.has("nf4_qlora"):
+        from nf4_qlora import fused_grouped_lora
+
+        given, rows_of = _for_grouped_nf4_gemm(t, q, shape)
+
+        def peer() -> Tensors:
+            y = fused_grouped_lora(rows_of(x), *given, a, b)[t.sorted_routing[1]]
+            return [y.detach(), *torch.autograd.grad(y, leaves, t.dy)]
+
+        calls["grouped_nf4_gemm"] = peer
+    return timing.Problem(calls, truth, calls["kernelbook:dense"], check.GRADIENT_FACTOR)
+
+
+def _route(shape: Shape, dtype: torch.dtype) -> timing.Problem:
+    """Sorting alone; -> order, inverse, offsets."""
+    ids = _Inputs.of(dataclasses.replace(shape, k=1, n=1, rank=1), dtype).ids
+
+    def as_numbers(out: Tensors) -> Tensors:
+        return [v.double() for v in out]
+
+    def ours() -> Tensors:
+        routing = op.route(ids, shape.experts)
+        return [routing.order, routing.inverse, routing.offsets]
+
+    calls: Calls = {
+        "torch": lambda: route_reference(ids, shape.experts),
+        "kernelbook": ours,
+    }
+
+    def exact() -> Tensors:
+        return as_numbers(route_reference(ids, shape.experts))
+
+    return timing.Problem(calls, exact, exact, check.FORWARD_FACTOR, dict.fromkeys(calls, as_numbers))
+
+
+# --- counts ---------------------------------------------------------------------------------------------------------
+
+
+def _case(
+    name: str,
+    mode: str,
+    shape: Shape,
+    build: Callable[[Shape, torch.dtype], timing.Problem],
+    x_name: str = "r",
+    dtype: torch.dtype = torch.bfloat16,
+) -> timing.Case:
+    elements, flop = _COUNTS[build](shape)
+    return timing.Case(
+        op=name,
+        mode=mode,
+        dtype=dtype,
+        shape=shape.named,
+        x_name=x_name,
+        x=shape.named[x_name],
+        gbytes=elements * dtype.itemsize / 1e9,
+        gflop=flop / 1e9,
+        build=lambda: build(shape, dtype),
+    )
+
+
+def _used(shape: Shape) -> int:
+    """Experts that have rows."""
+    return len(_chosen(shape.tokens, shape.experts, shape.slots).unique())
+
+
+def _x_elements(shape: Shape) -> int:
+    return (shape.rows if shape.grouped else shape.tokens) * shape.k
+
+
+def _count_base(shape: Shape) -> tuple[int, int]:
+    elements = _x_elements(shape) + _used(shape) * shape.k * shape.n + shape.rows * shape.n
+    return elements, 2 * shape.rows * shape.k * shape.n
+
+
+def _count_lora(shape: Shape) -> tuple[int, int]:
+    elements, flop = _count_base(shape)
+    sides = shape.k + shape.n
+    return elements + _used(shape) * shape.rank * sides, flop + 2 * shape.rows * shape.rank * sides
+
+
+def _count_factors(shape: Shape) -> tuple[int, int]:
+    sides = shape.k + shape.n
+    # Read: x, dy, U and D. Written: dA and dB.
+    elements = shape.tokens * shape.k + shape.rows * (shape.n + 2 * shape.rank) + shape.experts * shape.rank * sides
+    return elements, 2 * shape.rows * shape.rank * sides
+
+
+def _count_step(shape: Shape) -> tuple[int, int]:
+    elements, flop = _count_lora(shape)
+    factors, factor_flop = _count_factors(shape)
+    return 2 * elements + factors, 2 * flop + factor_flop
+
+
+def _count_packed(shape: Shape) -> tuple[int, int]:
+    elements, flop = _count_base(shape)
+    # 4 bits, and a scale of 32 for 64 elements, instead of 16 bits.
+    return elements - round(_used(shape) * shape.k * shape.n * (1 - 4.5 / 16)), flop
+
+
+def _count_packed_step(shape: Shape) -> tuple[int, int]:
+    elements, flop = _count_step(shape)
+    return elements - 2 * round(_used(shape) * shape.k * shape.n * (1 - 4.5 / 16)), flop
+
+
+def _count_route(shape: Shape) -> tuple[int, int]:
+    return 4 * shape.rows, 0
+
+
+_COUNTS: dict[Callable[..., timing.Problem], Callable[[Shape], tuple[int, int]]] = {
+    _base: _count_base,
+    _forward: _count_lora,
+    _dx: _count_lora,
+    _factors: _count_factors,
+    _step: _count_step,
+    _packed: _count_packed,
+    _packed_step: _count_packed_step,
+    _route: _count_route,
+}
+
+
+def _first_call() -> timing.Case:
+    shape = projections("Qwen3-30B-A3B")["gate_up"]
+    made = f"""
+import kernelbook as kb
+def randn(*size, grad=True):
+    return torch.randn(*size, device="cuda", dtype=torch.bfloat16).requires_grad_(grad)
+ids = torch.rand({shape.tokens}, {shape.experts}, device="cuda").argsort(1)[:, :{shape.slots}]
+w = randn({shape.experts}, {shape.k}, {shape.n}, grad=False)
+x, a, b = randn({shape.tokens}, {shape.k}), randn({shape.experts}, 16, {shape.k}), randn({shape.experts}, {shape.n}, 16)
+"""
+    codes = {"kernelbook": f"# first call\nkb.moe_lora(x, w, a, b, kb.route(ids, {shape.experts})).sum().backward()\n"}
+    if baselines.has("axolotl"):
+        codes["axolotl"] = f"""
+from bench import baselines
+lora = baselines.axolotl("parallel_linear_lora").parallel_linear_lora
+offsets = torch.bincount(ids.flatten(), minlength={shape.experts}).cumsum(0)
+a, b = a.detach().flatten(0, 1).requires_grad_(), b.detach().transpose(0, 1).flatten(1).requires_grad_()
+# first call
+lora(x, w, {shape.slots}, *torch.sort(ids.flatten()), offsets, a, b, use_fused_dX=True).sum().backward()
+"""
+    return timing.Case(
+        op="moe_lora",
+        mode="first_call",
+        dtype=torch.bfloat16,
+        shape=shape.named,
+        x_name="r",
+        x=shape.rank,
+        gbytes=0.0,
+        gflop=0.0,
+        build=lambda: timing.FirstCall({provider: made + code for provider, code in codes.items()}),
+    )
+
+
+def cases() -> Iterator[timing.Case]:
+    """Every projection, gate_up at each rank; then sweeps over tokens and experts, where fused and split change places."""
+    for model in MODELS:
+        for shape in projections(model).values():
+            yield _case("scatter2scatter", "forward", shape, _base)
+            for rank in RANKS[:1] if shape.grouped else RANKS:
+                ranked = dataclasses.replace(shape, rank=rank)
+                yield _case("moe_lora", "forward", ranked, _forward)
+                yield _case("moe_lora", "forward_backward", ranked, _step)
+                yield _case("moe_lora_dx", "backward", ranked, _dx)
+                if not shape.grouped:
+                    yield _case("lora_gradients", "backward", ranked, _factors)
+        yield _case("route", "forward", projections(model)["gate_up"], _route)
+    for model in ("Qwen3-30B-A3B", "Mixtral-8x7B"):
+        for tokens in (1, 4, 16, 64, 256, 1024, 4096):
+            shape = dataclasses.replace(projections(model)["gate_up"], tokens=tokens)
+            yield _case("moe_lora", "forward", shape, _forward, "T")
+    for projection in projections("Qwen3-30B-A3B").values():
+        for tokens in (1, 4, 16, 64, 256, 1024, 2048):
+            yield _case("scatter2scatter_nf4", "forward", dataclasses.replace(projection, tokens=tokens), _packed, "T")
+    for model in ("Qwen3-30B-A3B", "OLMoE-1B-7B"):
+        yield _case("moe_lora_nf4", "forward_backward", projections(model)["gate_up"], _packed_step)
+    yield _case("moe_lora", "forward_backward", Shape(PEFT_EXPERTS, PEFT_K, PEFT_N, 1, PEFT_TOKENS), _step)
+    many_experts = projections("Qwen3-30B-A3B")["gate_up"]
+    for tokens in (1, 16, 128, 1024, 16384):
+        yield _case("route", "forward", dataclasses.replace(many_experts, tokens=tokens), _route, "T")
+    for rank in (16, 64):
+        for experts in (8, 16, 32, 64, 128, 256):
+            yield _case("moe_lora", "forward", Shape(experts, 2048, 1536, 8, rank=rank), _forward, "E")
+    yield _first_call()
+
+
+def models() -> Iterator[timing.Case]:
+    """The experts of this year's models at 2,048 tokens; of the largest the share of one GPU of four."""
+    for model in LATEST.values():
+        if model.experts:
+            share = 4 if model.experts * model.hidden * model.expert_intermediate > 2**31 else 1
+            experts, slots = model.experts // share, max(1, model.slots // share)
+            for k, n, grouped in (
+                (model.hidden, 2 * model.expert_intermediate, False),
+                (model.expert_intermediate, model.hidden, True),
+            ):
+                shape = Shape(experts, k, n, slots, grouped=grouped)
+                yield _case("moe_lora", "forward", shape, _forward)
+                yield _case("moe_lora", "forward_backward", shape, _step)
+
+
+# --- peers that may be missing --------------------------------------------------------------------------------------
+
+
+def _scattermoe(t: _Inputs, shape: Shape) -> Callable[[], Tensors]:
+    from scattermoe.parallel_experts import flatten_sort_count, parallel_linear
+
+    experts, order, offsets = flatten_sort_count(t.ids, num_experts=shape.experts)
+    return lambda: [
+        parallel_linear(
+            t.x, t.w, 1 if shape.grouped else shape.slots, experts, order, offsets, grouped_in=shape.grouped
+        )
+    ]
+
+
+def _unsloth(t: _Inputs, shape: Shape) -> tuple[Callable[[], Tensors], Callable[[Tensors], Tensors]]:
+    """Its tuned product. A block's first gathers rows and leaves them in the experts' order, its second brings them back."""
+    grouped_gemm, w = baselines.unsloth(), t.w.transpose(1, 2).contiguous()
+    counts, order, first = t.sorted_routing[2].diff().int(), t.routing.order, not shape.grouped
+
+    def call() -> Tensors:
+        with torch.no_grad():
+            how = {"permute_x": first, "permute_y": not first, "is_first_gemm": first, "autotune": True}
+            return [grouped_gemm(t.x, w, counts, shape.slots, order, **how)]
+
+    return call, lambda out: [out[0][t.sorted_routing[1]] if first else out[0]]
+
+
+def _axolotl(t: _Inputs, shape: Shape) -> tuple[Callable[[], Tensors], Callable[[Tensors], Tensors]]:
+    """A step of axolotl's ScatterMoE LoRA with the faster of its ways to dX; and its result in our layout.
+
+    Its A and B keep the experts side by side: (E r, K) and (N, E r).
+    """
+    apply = baselines.axolotl("parallel_linear_lora").parallel_linear_lora
+    experts, order = torch.sort(t.ids.flatten())
+    offsets = torch.bincount(experts, minlength=shape.experts).cumsum(0)
+    a = t.lora_a.detach().reshape(-1, shape.k).clone().requires_grad_()
+    b = t.lora_b.detach().transpose(0, 1).reshape(shape.n, -1).clone().requires_grad_()
+    slots = 1 if shape.grouped else shape.slots
+
+    def call() -> Tensors:
+        y = apply(t.x, t.w, slots, experts, order, offsets, a, b, grouped_in=shape.grouped, use_fused_dX=True)
+        return [y.detach(), *torch.autograd.grad(y, (t.x, a, b), t.dy)]
+
+    def ours(out: Tensors) -> Tensors:
+        y, dx, da, db = out
+        by_expert = db.view(shape.n, shape.experts, shape.rank).transpose(0, 1)
+        return [y.view(shape.rows, shape.n), dx, da.view(t.lora_a.shape), by_expert]
+
+    return call, ours
+
+
+def _peft(t: _Inputs, shape: Shape) -> tuple[Callable[[], Tensors], Callable[[Tensors], Tensors]]:
+    """A step as PEFT has it: each pair is added to its expert's whole matrix, then PyTorch's grouped product; and its layout.
+
+    Its A and B are (E r, K) and (N, r E), of which the experts are slowest in A and fastest in B.
+    """
+    import peft
+
+    class Experts(torch.nn.Module):
+        is_transposed = True  # (E, K, N), as PEFT asks
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(t.w, requires_grad=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return grouped_mm_rows(x, self.weight, None, None, *t.sorted_routing, grouped_in=shape.grouped)
+
+    settings = peft.LoraConfig(r=shape.rank, lora_alpha=shape.rank, target_modules=[], target_parameters=["0.weight"])
+    holder: Any = torch.nn.Sequential(Experts())
+    model: Any = peft.get_peft_model(holder, settings, autocast_adapter_dtype=False)
+    wrapper = model.base_model.model[0]
+    a, b = wrapper.lora_A["default"].weight, wrapper.lora_B["default"].weight
+    a.data.copy_(t.lora_a.detach().flatten(0, 1))
+    b.data.copy_(t.lora_b.detach().permute(1, 2, 0).flatten(1))
+
+    def call() -> Tensors:
+        y = wrapper(t.x)
+        return [y.detach(), *torch.autograd.grad(y, (t.x, a, b), t.dy)]
+
+    def ours(out: Tensors) -> Tensors:
+        y, dx, da, db = out
+        return [y, dx, da.view(t.lora_a.shape), db.view(shape.n, shape.rank, shape.experts).permute(2, 0, 1)]
+
+    return call, ours
+
+
+def _for_grouped_nf4_gemm(
+    t: _Inputs, q: NF4Tensor, shape: Shape
+) -> tuple[tuple[Any, ...], Callable[[torch.Tensor], torch.Tensor]]:
+    """The same bytes as grouped-nf4-gemm takes them, the rows of each expert that has some, counted by the host beforehand,
+    and these experts; and what brings the rows in order."""
+    counts = t.sorted_routing[2].diff()
+    chosen = counts.nonzero()[:, 0]
+    packed = q.packed.view(shape.experts, shape.n, shape.k // 2)
+    given = (packed, q.absmax.view(shape.experts, shape.n, -1), counts[chosen].tolist(), chosen.int())
+    return given, lambda x: x if shape.grouped else x[t.sorted_routing[0]]
+
+
+# --- checks ---------------------------------------------------------------------------------------------------------
+
+
+def host_calls() -> dict[str, Callable[[], object]]:
+    """Small calls, whose cost is the host's."""
+    t = _Inputs.of(Shape(8, 128, 128, 2, tokens=16), torch.bfloat16)
+    leaves = tuple(v.detach().clone().requires_grad_() for v in (t.x, t.lora_a, t.lora_b))
+    x, a, b = leaves
+    return {
+        "route": lambda: op.route(t.ids, 8),
+        "scatter2scatter": lambda: op.scatter2scatter(t.x, t.w, t.routing),
+        "moe_lora, r = 16": lambda: op.moe_lora(t.x, t.w, t.lora_a, t.lora_b, t.routing),
+        "moe_lora, forward and backward": lambda: torch.autograd.grad(
+            op.moe_lora(x, t.w, a, b, t.routing), leaves, t.dy
+        ),
+    }
+
+
+BENCH = Bench(
+    name="moe_lora",
+    # scattermoe is on no package index; of axolotl and unsloth their kernels are enough: pip install --no-deps.
+    baselines={"torch": "torch", "grouped_mm": "torch"}
+    | {name: name for name in ("scattermoe", "axolotl", "peft", "unsloth")}
+    | {"grouped_nf4_gemm": "grouped-nf4-gemm"},
+    cases=cases,
+    models=models,
+    host_calls=host_calls,
+)

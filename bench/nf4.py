@@ -1,0 +1,294 @@
+"""What is measured for nf4: dequantizing 1 to 256 of 256 experts, plain and double, and multiplying by one expert.
+
+Providers: ``bitsandbytes`` dequantizes all experts, whatever is asked for; ``gather_bitsandbytes`` gathers the bytes and
+absmax of the active experts first and dequantizes these. For a product ``bitsandbytes`` is its ``matmul_4bit``, and
+``kernelbook:dequantize`` is what ``nf4_matmul`` saves: the expert dequantized, then PyTorch's product. Where bitsandbytes
+is not installed its rows are left out. ``axolotl`` chooses among experts as we do: bitsandbytes' scales, then a kernel of
+its own. ``torchao`` packs in a format of its own (whose scales are always nested, and lose more), without a choice of
+experts, so only the active ones are packed.
+
+A product's floor is ``read_rows``, a kernel that reads the matrix' bytes and scales and does nothing else; ``dense`` is
+PyTorch's product with the same matrix in bfloat16.
+
+Two of PyTorch's own operations are measured beside, for scale: ``copy_`` moves as many bytes as the plain kernel has to,
+half of them read, and ``fill_`` writes the output alone. Neither is a lower bound.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from bench import Bench, baselines, floor
+from bench.models import MODELS
+from kernelbook import check, runtime
+from kernelbook.lab.timing import Case, Problem
+from kernelbook.nf4.op import NF4Tensor, nf4_dequantize, nf4_matmul, nf4_quantize
+from kernelbook.nf4.reference import nested_absmax_reference, nf4_dequantize_reference
+
+__all__ = ["BENCH", "cases", "host_calls"]
+
+EXPERTS, ROWS, COLS, BLOCK_SIZE = 256, 1024, 2048, 64
+ACTIVE = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+# Elements of an expert. axolotl's kernel has a program for each 1,024 of them, in the grid's second dimension, where CUDA
+# takes 65,535: a launch beyond is an "invalid argument".
+MOST_OF_AXOLOTL = 65_535 * 1_024
+
+
+def dequantize_gbytes(elements: int, block_size: int, double_quant: bool, itemsize: int = 2) -> float:
+    """The fewest bytes: half a byte packed, one absmax a block (and one for 256 of them if nested), the output."""
+    per_block = 1 + 4 / 256 if double_quant else 4
+    return elements * (0.5 + per_block / block_size + itemsize) / 1e9
+
+
+def _truth(q: NF4Tensor, experts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The chosen experts from the reference, expert by expert to save memory; blocks may not span two experts."""
+    absmax = q.absmax
+    if q.nested_absmax is not None and q.nested_code is not None and q.nested_offset is not None:
+        absmax = nested_absmax_reference(absmax, q.nested_absmax.to(dtype), q.nested_code, q.nested_offset)
+    packed, absmax = q.packed.view(q.shape[0], -1), absmax.to(dtype).view(q.shape[0], -1)
+    parts = [nf4_dequantize_reference(packed[e], absmax[e], q.code, q.shape[1:], q.block_size) for e in experts]
+    return torch.stack(parts)
+
+
+def _state(q: NF4Tensor, shape: Sequence[int], absmax: torch.Tensor, nested_absmax: torch.Tensor | None) -> Any:
+    """bitsandbytes' description of experts of ``q`` that have these scales."""
+    from bitsandbytes.functional import QuantState
+
+    state2 = None
+    if nested_absmax is not None:
+        state2 = QuantState(absmax=nested_absmax, code=q.nested_code, blocksize=256, dtype=torch.float32)
+    return QuantState(absmax, torch.Size(shape), q.code, q.block_size, "nf4", torch.bfloat16, q.nested_offset, state2)
+
+
+def _bitsandbytes(q: NF4Tensor, experts: torch.Tensor) -> dict[str, Callable[[], Any]]:
+    from bitsandbytes.functional import dequantize_4bit
+
+    num_experts, *rest = q.shape
+
+    def chosen(part: torch.Tensor) -> torch.Tensor:
+        return part.view(num_experts, -1)[experts].view(-1)
+
+    def gather() -> Sequence[torch.Tensor]:
+        nested_absmax = None if q.nested_absmax is None else chosen(q.nested_absmax)
+        state = _state(q, (len(experts), *rest), chosen(q.absmax), nested_absmax)
+        return [dequantize_4bit(chosen(q.packed)[:, None], state)]
+
+    providers: dict[str, Callable[[], Any]] = {"gather_bitsandbytes": gather}
+    if len(experts) == num_experts:
+        state = _state(q, q.shape, q.absmax, q.nested_absmax)
+        providers["bitsandbytes"] = lambda: [dequantize_4bit(q.packed[:, None], state)]
+    if baselines.has("axolotl") and math.prod(rest) <= MOST_OF_AXOLOTL:
+        dequantize = baselines.axolotl("selective_dequant")._selective_dequant_bnb4
+        whole = _state(q, q.shape, q.absmax, q.nested_absmax)
+        providers["axolotl"] = lambda: [dequantize(q.packed, whole, experts, rest)]
+    return providers
+
+
+def _torchao(w: torch.Tensor) -> Any:
+    """A matrix as torchao packs it."""
+    from torchao.quantization import NF4Tensor
+
+    return NF4Tensor.from_tensor(w, BLOCK_SIZE, 256)
+
+
+def _problem(shape: tuple[int, int, int], active: int, block_size: int, double_quant: bool) -> Problem:
+    dtype = torch.bfloat16
+    w = torch.randn(shape, dtype=dtype, device=runtime.DEVICE)
+    q = nf4_quantize(w, block_size=block_size, double_quant=double_quant)
+    del w
+    # All experts come in their order, so that what bitsandbytes gives for all of them is the same result.
+    ids = torch.arange(shape[0]) if active == shape[0] else torch.randperm(shape[0])[:active]
+    experts = ids.to(runtime.DEVICE)
+    providers: dict[str, Callable[[], Any]] = {"kernelbook": lambda: [nf4_dequantize(q, experts=experts, dtype=dtype)]}
+    if baselines.has("bitsandbytes") and runtime.DEVICE.type == "cuda":
+        providers.update(_bitsandbytes(q, experts))
+    if double_quant and baselines.has("torchao"):
+        packed = _torchao(nf4_dequantize(q, experts=experts, dtype=dtype).flatten(0, 1))
+        providers["torchao"] = lambda: [packed.get_original_weight().view(active, *shape[1:])]
+    return Problem(
+        providers=providers,
+        truth=lambda: [_truth(q, ids, torch.float64)],
+        baseline=lambda: [_truth(q, ids, torch.float32).to(dtype)],
+        factor=check.FORWARD_FACTOR,
+    )
+
+
+def _case(shape: tuple[int, int, int], active: int, block_size: int, double_quant: bool) -> Case:
+    num_experts, rows, cols = shape
+    return Case(
+        op="nf4_dequantize",
+        mode="forward",
+        dtype=torch.bfloat16,
+        shape={"E": num_experts, "rows": rows, "cols": cols, "block_size": block_size, "double_quant": double_quant},
+        x_name="active",
+        x=active,
+        gbytes=dequantize_gbytes(active * rows * cols, block_size, double_quant),
+        gflop=0.0,
+        build=lambda: _problem(shape, active, block_size, double_quant),
+    )
+
+
+def _matmul_bitsandbytes(x: torch.Tensor, q: NF4Tensor, expert: int) -> Callable[[], Any]:
+    """By a tensor that is the one expert: bitsandbytes has no choice of experts."""
+    from bitsandbytes import matmul_4bit  # type: ignore[attr-defined]
+
+    def part(whole: torch.Tensor) -> torch.Tensor:
+        return whole.view(q.shape[0], -1)[expert].clone()
+
+    packed, nested_absmax = part(q.packed)[:, None], None if q.nested_absmax is None else part(q.nested_absmax)
+    state = _state(q, q.shape[1:], part(q.absmax), nested_absmax)
+    return lambda: [matmul_4bit(x, packed.t(), quant_state=state)]
+
+
+def _matmul_problem(shape: tuple[int, int, int], tokens: int, block_size: int, double_quant: bool) -> Problem:
+    dtype = torch.bfloat16
+    w = torch.randn(shape, dtype=dtype, device=runtime.DEVICE)
+    q = nf4_quantize(w, block_size=block_size, double_quant=double_quant)
+    x = torch.randn(tokens, shape[2], dtype=dtype, device=runtime.DEVICE)
+    number = int(torch.randint(shape[0], ()))
+    ids = torch.tensor([number])
+    expert = ids.to(runtime.DEVICE)
+    dense = nf4_dequantize(q, experts=expert, dtype=dtype)[0]
+    providers: dict[str, Callable[[], Any]] = {
+        "kernelbook": lambda: [nf4_matmul(x, q, expert)],
+        "dense": lambda: [x @ dense.t()],
+        "kernelbook:dequantize": lambda: [x @ nf4_dequantize(q, experts=expert, dtype=dtype)[0].t()],
+    }
+    if baselines.has("bitsandbytes") and runtime.DEVICE.type == "cuda":
+        providers["bitsandbytes"] = _matmul_bitsandbytes(x, q, number)
+    if double_quant and baselines.has("torchao"):
+        from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import linear_nf4
+
+        packed = _torchao(dense)
+        providers["torchao"] = lambda: [linear_nf4(x, packed)]
+    return Problem(
+        providers=providers,
+        truth=lambda: [x.double() @ _truth(q, ids, torch.float64)[0].t()],
+        baseline=lambda: [x @ _truth(q, ids, torch.float32)[0].to(dtype).t()],
+        factor=check.FORWARD_FACTOR,
+    )
+
+
+def _matmul_case(shape: tuple[int, int, int], tokens: int, block_size: int, double_quant: bool) -> Case:
+    num_experts, rows, cols = shape
+    return Case(
+        op="nf4_matmul",
+        mode="forward",
+        dtype=torch.bfloat16,
+        shape={"E": num_experts, "rows": rows, "cols": cols, "block_size": block_size, "double_quant": double_quant},
+        x_name="tokens",
+        x=tokens,
+        gbytes=dequantize_gbytes(rows * cols, block_size, double_quant, itemsize=0) + tokens * (rows + cols) * 2 / 1e9,
+        gflop=2 * tokens * rows * cols / 1e9,
+        build=lambda: _matmul_problem(shape, tokens, block_size, double_quant),
+    )
+
+
+def _read_problem(bytes_: int) -> Problem:
+    rows = torch.randint(256, (bytes_ // 4096, 4096), dtype=torch.uint8, device=runtime.DEVICE)
+
+    def truth() -> list[torch.Tensor]:
+        return [floor.fold([rows])]
+
+    calls: dict[str, Callable[[], Any]] = {"kernelbook": lambda: [floor.read_rows([rows])]}
+    return Problem(calls, truth, truth, check.FORWARD_FACTOR, {"kernelbook": lambda out: [floor.fold(out)]})
+
+
+def _read_case(shape: tuple[int, int, int], block_size: int, double_quant: bool) -> Case:
+    """The floor of a product by one expert: as many bytes, read by a kernel that does nothing else."""
+    num_experts, rows, cols = shape
+    gbytes = dequantize_gbytes(rows * cols, block_size, double_quant, itemsize=0)
+    return Case(
+        op="read_rows",
+        mode="forward",
+        dtype=torch.bfloat16,
+        shape={"E": num_experts, "rows": rows, "cols": cols, "block_size": block_size, "double_quant": double_quant},
+        x_name="tokens",
+        x=0,
+        gbytes=gbytes,
+        gflop=0.0,
+        build=lambda: _read_problem(round(gbytes * 1e9)),
+    )
+
+
+def _plain_problem(op: str, values: int) -> Problem:
+    target = torch.empty(values, dtype=torch.bfloat16, device=runtime.DEVICE)
+    source = torch.randn_like(target) if op == "copy_" else torch.full_like(target, 0.5)
+    call = (lambda: [target.copy_(source)]) if op == "copy_" else (lambda: [target.fill_(0.5)])
+    return Problem(
+        providers={"torch": call}, truth=lambda: [source], baseline=lambda: [source], factor=check.FORWARD_FACTOR
+    )
+
+
+def _plain_case(op: str, shape: tuple[int, int, int], active: int, block_size: int) -> Case:
+    """What PyTorch takes to move the bytes of plain experts (``copy_``) or to write the output (``fill_``)."""
+    num_experts, rows, cols = shape
+    outputs = active * rows * cols
+    gbytes = dequantize_gbytes(outputs, block_size, double_quant=False) if op == "copy_" else 2 * outputs / 1e9
+    return Case(
+        op=op,
+        mode="forward",
+        dtype=torch.bfloat16,
+        shape={"E": num_experts, "rows": rows, "cols": cols, "block_size": block_size, "double_quant": False},
+        x_name="active",
+        x=active,
+        gbytes=gbytes,
+        gflop=0.0,
+        build=lambda: _plain_problem(op, round(gbytes * 1e9 / 4) if op == "copy_" else outputs),
+    )
+
+
+def cases() -> Iterator[Case]:
+    """The rows of the book's figures: 1 to 256 active experts of 256, plain and double; one expert at decode sizes."""
+    for op in ("copy_", "fill_"):
+        for active in ACTIVE:
+            yield _plain_case(op, (EXPERTS, ROWS, COLS), active, BLOCK_SIZE)
+    for double_quant in (False, True):
+        for active in ACTIVE:
+            yield _case((EXPERTS, ROWS, COLS), active, BLOCK_SIZE, double_quant)
+        for rows, cols in ((ROWS, COLS), (14336, 4096)):
+            yield _read_case((8, rows, cols), BLOCK_SIZE, double_quant)
+            for tokens in (1, 2, 4, 8, 16, 32, 64):
+                yield _matmul_case((8, rows, cols), tokens, BLOCK_SIZE, double_quant)
+
+
+def models() -> Iterator[Case]:
+    """Matrices of this year's models: eight of 32 experts made dense, and one matrix times one token and 16."""
+    for model in MODELS.values():
+        if model.experts:
+            yield _case((32, 2 * model.expert_intermediate, model.hidden), 8, BLOCK_SIZE, False)
+    for rows, cols in sorted({(model.hidden, model.intermediate) for model in MODELS.values() if model.intermediate}):
+        for tokens in (1, 16):
+            yield _matmul_case((1, rows, cols), tokens, BLOCK_SIZE, False)
+
+
+def host_calls() -> dict[str, Callable[[], object]]:
+    """Small calls, whose cost is the host's."""
+    q = nf4_quantize(torch.randn(4, 64, 256, dtype=torch.bfloat16, device=runtime.DEVICE))
+    x = torch.randn(1, 256, dtype=torch.bfloat16, device=runtime.DEVICE)
+    leaf, dy = x.clone().requires_grad_(), torch.randn(1, 64, dtype=torch.bfloat16, device=runtime.DEVICE)
+    experts = torch.tensor([2, 0], device=runtime.DEVICE)
+    return {
+        "nf4_dequantize": lambda: nf4_dequantize(q, experts=experts),
+        "nf4_matmul": lambda: nf4_matmul(x, q, 1),
+        "nf4_matmul, forward and backward": lambda: nf4_matmul(leaf, q, 1).backward(dy),
+    }
+
+
+BENCH = Bench(
+    name="nf4",
+    baselines={
+        "torch": "torch",
+        "dense": "torch",
+        "bitsandbytes": "bitsandbytes",
+        "gather_bitsandbytes": "bitsandbytes",
+        "axolotl": "axolotl",
+        "torchao": "torchao",
+    },
+    left_out=(f"axolotl for experts of more than {MOST_OF_AXOLOTL:,} elements (its launch grid is too large)",),
+    cases=cases,
+    models=models,
+    host_calls=host_calls,
+)

@@ -1,0 +1,354 @@
+"""What is measured of ``scatter_ffn``: the chosen neurons beside all of them, and what PyTorch users would write."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bench import Bench, floor
+from bench.models import MODELS
+from kernelbook import check, runtime, study
+from kernelbook.lab import record, timing
+from kernelbook.scatter_ffn import op
+from kernelbook.scatter_ffn.reference import dense_ffn, gather_matmul_reference, scatter_ffn_reference
+from kernelbook.study.scatter_ffn import launch_fused
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = [
+    "BENCH",
+    "atomics_experiment",
+    "cases",
+    "extras",
+    "ffn_case",
+    "host_calls",
+]
+
+ATOMICS_COLUMNS = (
+    "run",
+    "op",
+    "variant",
+    "dtype",
+    "shape",
+    "programs",
+    "time_ms",
+    "p20_ms",
+    "p80_ms",
+    *record.ENVIRONMENT,
+)
+ATOMICS_KEY = ("op", "variant", "dtype", "shape", "programs")
+
+TOKENS = (1, 16, 128, 1024)
+FRACTIONS = (0.02, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0)
+RUNS = (1, 4, 16, 64, 256)  # neighbouring neurons, for the order of the list
+
+Tensors = Sequence[torch.Tensor]
+Calls = dict[str, Callable[[], Tensors]]
+
+
+class Shape:
+    """One network: K inputs and outputs, N neurons."""
+
+    def __init__(self, k: int, n: int, gated: bool, activation: str) -> None:
+        self.k, self.n, self.gated, self.activation = k, n, gated, activation
+
+    def text(self, m: int) -> dict[str, Any]:
+        """The columns of ``shape``; what is not the default is named."""
+        found: dict[str, Any] = {"M": m, "K": self.k, "N": self.n}
+        return found | ({"gated": True, "activation": self.activation} if self.gated else {})
+
+    def active(self, fraction: float) -> int:
+        return max(1, round(self.n * fraction))
+
+    def counts(self, m: int, active: int) -> tuple[float, float]:
+        """gbytes and gflop: the listed rows of two or three matrices, x and y; in 16 bits."""
+        matrices = 3 if self.gated else 2
+        return 2 * (matrices * active * self.k + 2 * m * self.k) / 1e9, 2 * matrices * m * active * self.k / 1e9
+
+
+PLAIN = Shape(4096, 16384, False, "relu")
+LLAMA = Shape(4096, 11008, True, "silu")  # Llama-7B
+
+
+def _network(shape: Shape, m: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+    def randn(*size: int) -> torch.Tensor:
+        return torch.randn(size, dtype=dtype, device=runtime.DEVICE)
+
+    found = {
+        "x": randn(m, shape.k),
+        "w_up": randn(shape.n, shape.k) / shape.k**0.5,
+        "w_down": randn(shape.n, shape.k) / shape.n**0.5,
+    }
+    return found | ({"w_gate": randn(shape.n, shape.k) / shape.k**0.5} if shape.gated else {})
+
+
+def _neurons(n: int, count: int, run: int = 1) -> torch.Tensor:
+    """``count`` different neurons: stretches of ``run`` neighbours, in random order."""
+    starts = torch.randperm(n // run, device=runtime.DEVICE)[: -(-count // run)] * run
+    return (starts[:, None] + torch.arange(run, device=runtime.DEVICE)).reshape(-1)[:count]
+
+
+def _wide(network: dict[str, Any]) -> dict[str, Any]:
+    return {name: t.double() for name, t in network.items()}
+
+
+def _forward(shape: Shape, m: int, fraction: float, run: int = 0) -> timing.Problem:
+    network = _network(shape, m)
+    neurons = _neurons(shape.n, shape.active(fraction), max(run, 1))
+    how: dict[str, Any] = {"activation": shape.activation}
+    # What torch.nn.Linear stores: its product reads rows, the gathered one would have to read columns.
+    by_column = {**network, "w_down": network["w_down"].t().contiguous().t()}
+    calls: Calls = {
+        "dense": lambda: [dense_ffn(**network, **how)],
+        "gather": lambda: [scatter_ffn_reference(**network, neurons=neurons, **how)],
+        "kernelbook": lambda: [op.scatter_ffn(**network, neurons=neurons, **how)],
+    }
+    if not run and not shape.gated and m <= 128:
+        calls["kernelbook:fused"] = lambda: [study.scatter_ffn_with_atomics(**network, neurons=neurons, **how)]
+    if not run and not shape.gated and fraction <= 0.5 and m <= 128:
+        calls["kernelbook:columns"] = lambda: [op.scatter_ffn(**by_column, neurons=neurons, **how)]
+
+    def dense_on_masked(_: Tensors) -> Tensors:
+        """The dense network computes something else; with zeros for the other neurons it is the same."""
+        mask = torch.zeros(shape.n, dtype=torch.bool, device=neurons.device).index_fill_(0, neurons, True)
+        return [dense_ffn(**{**network, "w_down": torch.where(mask[:, None], network["w_down"], 0)}, **how)]
+
+    return timing.Problem(
+        calls,
+        lambda: [scatter_ffn_reference(**_wide(network), neurons=neurons, **how)],
+        calls["gather"],
+        check.FORWARD_FACTOR,
+        {"dense": dense_on_masked},
+    )
+
+
+def _step(shape: Shape, m: int, fraction: float) -> timing.Problem:
+    """Forward and backward through autograd, gradients of x and all weights; -> y and those."""
+    network = {name: t.requires_grad_() for name, t in _network(shape, m).items()}
+    neurons = _neurons(shape.n, shape.active(fraction))
+    leaves, dy = tuple(network.values()), torch.randn(m, shape.k, dtype=torch.bfloat16, device=runtime.DEVICE)
+    how: dict[str, Any] = {"activation": shape.activation}
+
+    def step(ffn: Callable[..., torch.Tensor], **given: Any) -> Callable[[], Tensors]:
+        def call() -> Tensors:
+            y = ffn(**network, **given, **how)
+            return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+        return call
+
+    calls: Calls = {
+        "dense": step(dense_ffn),
+        "gather": step(scatter_ffn_reference, neurons=neurons),
+        "kernelbook": step(op.scatter_ffn, neurons=neurons),
+    }
+
+    def truth() -> Tensors:
+        wide = {name: t.detach().double().requires_grad_() for name, t in network.items()}
+        y = scatter_ffn_reference(**wide, neurons=neurons, **how)
+        return [y.detach(), *torch.autograd.grad(y, tuple(wide.values()), dy.double())]
+
+    # The dense step trains all neurons; its results are others by design.
+    views = {"dense": lambda _: calls["gather"]()}
+    return timing.Problem(calls, truth, calls["gather"], check.GRADIENT_FACTOR, views)
+
+
+def _gather(shape: Shape, m: int, fraction: float) -> timing.Problem:
+    network = _network(shape, m)
+    x, weight, rows = network["x"], network["w_up"], _neurons(shape.n, shape.active(fraction))
+    calls: Calls = {
+        "gather": lambda: [gather_matmul_reference(x, weight, rows, activation="relu")],
+        "kernelbook": lambda: [op.gather_matmul(x, weight, rows, activation="relu")],
+    }
+    return timing.Problem(
+        calls,
+        lambda: [gather_matmul_reference(x.double(), weight.double(), rows, activation="relu")],
+        calls["gather"],
+        check.FORWARD_FACTOR,
+    )
+
+
+def _case(
+    build: Callable[..., timing.Problem], shape: Shape, m: int, fraction: float, counts: tuple[float, float] | None = None,
+    /, **other: Any,
+) -> timing.Case:  # fmt: skip
+    """By default a forward pass with a fraction of the neurons; ``counts``: its gbytes and gflop; ``other``: fields."""
+    gbytes, gflop = shape.counts(m, shape.active(fraction)) if counts is None else counts
+    fields: dict[str, Any] = {
+        "op": "scatter_ffn", "mode": "forward", "dtype": torch.bfloat16, "shape": shape.text(m), "x_name": "active",
+        "x": fraction, "gbytes": gbytes, "gflop": gflop, "build": functools.partial(build, shape, m, fraction),
+    }  # fmt: skip
+    return timing.Case(**fields | other)
+
+
+def ffn_case(shape: Shape, m: int, fraction: float) -> timing.Case:
+    """The forward pass with a fraction of the neurons."""
+    return _case(_forward, shape, m, fraction)
+
+
+def _step_case(shape: Shape, m: int, fraction: float) -> timing.Case:
+    active, matrices = shape.active(fraction), 3 if shape.gated else 2
+    # The forward pass; then the listed rows, x and dy again, dx, and the weights' gradients with their zeros.
+    elements = matrices * (2 * active + shape.n) * shape.k + 5 * m * shape.k
+    counts = 2 * elements / 1e9, 3 * shape.counts(m, active)[1]
+    return _case(_step, shape, m, fraction, counts, mode="forward_backward")
+
+
+def _gather_case(shape: Shape, m: int, fraction: float) -> timing.Case:
+    active = shape.active(fraction)
+    counts = 2 * (active * shape.k + m * shape.k + m * active) / 1e9, 2 * m * active * shape.k / 1e9
+    return _case(_gather, shape, m, fraction, counts, op="gather_matmul")
+
+
+def _read(shape: Shape, m: int, fraction: float) -> timing.Problem:
+    network, neurons = _network(shape, m), _neurons(shape.n, shape.active(fraction))
+    weights = [network[name] for name in ("w_up", "w_gate", "w_down") if network.get(name) is not None]
+
+    def truth() -> Tensors:
+        return [floor.fold([weight[neurons] for weight in weights])]
+
+    *first, last = weights
+    calls: Calls = {
+        "kernelbook": lambda: [floor.read_rows(weights, neurons)],
+        # As the two products have to: the second launch begins when the first one has ended.
+        "kernelbook:in two": lambda: [floor.read_rows(first, neurons), floor.read_rows([last], neurons)],
+    }
+    views = {provider: lambda out: [floor.fold(out)] for provider in calls}
+    return timing.Problem(calls, truth, truth, check.FORWARD_FACTOR, views)
+
+
+def _read_case(shape: Shape, m: int, fraction: float) -> timing.Case:
+    """The floor: a kernel that reads the listed rows of the weights and does nothing else."""
+    return _case(_read, shape, m, fraction, (shape.counts(0, shape.active(fraction))[0], 0.0), op="read_rows")
+
+
+def _run_case(shape: Shape, m: int, fraction: float, run: int) -> timing.Case:
+    build = functools.partial(_forward, run=run)
+    return _case(build, shape, m, fraction, shape={**shape.text(m), "active": fraction}, x_name="neighbours", x=run)
+
+
+def _first_call(m: int) -> timing.Case:
+    code = f"""
+import kernelbook as kb
+x = torch.randn({m}, 4096, device="cuda", dtype=torch.bfloat16)
+w_up, w_down, w_gate = (torch.randn(11008, 4096, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+neurons = torch.randperm(11008, device="cuda")[:1100]
+# first call
+kb.scatter_ffn(x, w_up, w_down, neurons, w_gate=w_gate, activation="silu")
+"""
+    return timing.Case(
+        op="scatter_ffn",
+        mode="first_call",
+        dtype=torch.bfloat16,
+        shape=LLAMA.text(m),
+        x_name="active",
+        x=0.1,
+        gbytes=0.0,
+        gflop=0.0,
+        build=lambda: timing.FirstCall({"kernelbook": code}),
+    )
+
+
+def cases() -> Iterator[timing.Case]:
+    """Both networks at every number of tokens and fraction; neighbours, the up projection alone, the floor, training steps."""
+    for shape in (PLAIN, LLAMA):
+        for m in TOKENS:
+            for fraction in FRACTIONS:
+                yield ffn_case(shape, m, fraction)
+    for m in (4, 32, 64, 256, 4096):
+        yield ffn_case(PLAIN, m, 0.1)
+    for m in (1, 16):
+        for run in RUNS:
+            yield _run_case(PLAIN, m, 0.1, run)
+    for m in TOKENS:
+        yield _gather_case(PLAIN, m, 0.1)
+    for shape in (PLAIN, LLAMA):
+        for fraction in FRACTIONS:
+            yield _read_case(shape, 1, fraction)
+    for m in (128, 1024):
+        for fraction in (0.1, 0.5):
+            yield _step_case(PLAIN, m, fraction)
+    for m in (1, 1024):
+        yield _first_call(m)
+
+
+def models() -> Iterator[timing.Case]:
+    """The dense networks of this year's models, a tenth of their neurons active: one token, and a batch of 16."""
+    for k, n in sorted({(model.hidden, model.intermediate) for model in MODELS.values() if model.intermediate}):
+        for m in (1, 16):
+            yield ffn_case(Shape(k, n, True, "silu"), m, 0.1)
+
+
+def _fused(**how: Any) -> torch.Tensor:
+    return launch_fused(**how).to(torch.bfloat16)
+
+
+def atomics_experiment() -> pd.DataFrame:
+    """The fused kernel with atomic additions and with plain stores in their place, for tokens and programs."""
+    import pandas as pd
+
+    run, rows = record.new_run(), []
+    about = record.environment("scatter_ffn_atomics")
+    for m in (1, 16, 32, 64, 128):
+        network = _network(PLAIN, m)
+        for fraction in (0.1, 0.25):
+            neurons = _neurons(PLAIN.n, PLAIN.active(fraction))
+            exact = scatter_ffn_reference(**_wide(network), neurons=neurons)
+            baseline = scatter_ffn_reference(**network, neurons=neurons)
+            for block_l in (16, 32, 64, 128):
+                how: dict[str, Any] = {"neurons": neurons, "activation": "relu", "block_l": block_l}
+                ours = study.scatter_ffn_with_atomics(**network, **how)
+                check.compare("fused", ours, exact, baseline).require()
+                for variant in ("add", "store"):
+                    time = timing.measure(
+                        functools.partial(_fused, **network, **how, add=variant == "add"), rep_ms=20.0
+                    )
+                    rows.append(
+                        {
+                            "run": run,
+                            "op": "fused_ffn",
+                            "variant": variant,
+                            "dtype": "bfloat16",
+                            "shape": f"M={m} K={PLAIN.k} N={PLAIN.n} active={fraction} block_l={block_l}",
+                            "programs": -(-len(neurons) // block_l) * -(-m // 16),
+                            "time_ms": f"{time.ms:.5g}",
+                            "p20_ms": f"{time.p20:.5g}",
+                            "p80_ms": f"{time.p80:.5g}",
+                            **about,
+                        }
+                    )
+    return pd.DataFrame(rows, columns=list(ATOMICS_COLUMNS))
+
+
+def extras() -> Iterator[tuple[str, pd.DataFrame]]:
+    """Tables of another kind."""
+    yield "scatter_ffn_atomics", atomics_experiment()
+
+
+def host_calls() -> dict[str, Callable[[], object]]:
+    """Small calls, whose cost is the host's."""
+    shape = Shape(256, 1024, False, "relu")
+    one, some = _network(shape, 1), _network(shape, 16)
+    neurons, leaf = _neurons(shape.n, 100), some["x"].clone().requires_grad_()
+    return {
+        "gather_matmul": lambda: op.gather_matmul(one["x"], one["w_up"], neurons),
+        "scatter_ffn, one token": lambda: op.scatter_ffn(**one, neurons=neurons),
+        "scatter_ffn, 16 tokens": lambda: op.scatter_ffn(**some, neurons=neurons),
+        "scatter_ffn, forward and backward": lambda: (
+            op.scatter_ffn(**some | {"x": leaf}, neurons=neurons).sum().backward()
+        ),
+    }
+
+
+BENCH = Bench(
+    name="scatter_ffn",
+    keys={"scatter_ffn_atomics": ATOMICS_KEY},
+    baselines={"dense": "torch", "gather": "torch"},
+    cases=cases,
+    models=models,
+    host_calls=host_calls,
+    extras=extras,
+)

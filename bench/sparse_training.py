@@ -1,0 +1,644 @@
+"""The measured experiments of the chapter "Training with a sparse backward pass".
+
+``python -m bench.sparse_training --width 512 1024 2048 --out book/results`` writes, below the folder of the GPU at hand:
+
+    sparse_training.csv            the time of a training step, by mode, scheduler and share of active chunks
+    sparse_training_parts.csv      where that time goes, by kernels
+    sparse_training_scores.csv     how well each scheduler finds a planted teacher's chunks
+    sparse_training_curves.jsonl   one run a line: losses against steps and seconds
+    sparse_training_budgets.csv    the loss after equal seconds, where each run's schedule ends with them
+
+What is recorded already is not measured again, so that a study that was stopped goes on where it was. A study may also be
+shared out among GPUs, each with a folder of its own; ``--merge FOLDER ...`` then puts them together.
+"""
+
+import argparse
+import dataclasses
+import functools
+import gc
+import itertools
+import json
+import math
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from tqdm import tqdm
+
+from bench import Bench
+from kernelbook import check, runtime
+from kernelbook.lab import profiling, record, timing
+from kernelbook.nn.gpt import GPT, OUTPUTS
+from kernelbook.train.capture import Captured
+from kernelbook.train.chunks import Layout
+from kernelbook.train.loop import CONFIGS, Data, TrainConfig, Trainer, make_data
+from kernelbook.train.schedulers import SCHEDULERS, KnnScheduler, make_scheduler
+from kernelbook.train.seeds import generator
+from kernelbook.train.synthetic import PlantedTeacher, score_scheduler
+
+__all__ = ["BENCH", "main", "step_gflop"]
+
+STEM = "sparse_training"
+SIZES = {config.width: name for name, config in CONFIGS.items() if name != "tiny"}
+FRACTIONS = (0.1, 0.25)
+SCORED = 0.125  # active chunks of the planted teacher: as many as are planted
+CURVE_STEPS = {512: 300, 1024: 300, 2048: 200, 4096: 100}
+SPARSE_MODES = ("sparse_dw", "sparse_dw_dx")
+CHOOSERS = tuple(name for name in SCHEDULERS if name not in ("all", "oracle"))
+LONG_STEPS = 4096  # the width from which on steps take so long that fewer variants are measured
+BUDGET_SECONDS = {512: 1.5, 1024: 3.0, 2048: 8.0, 4096: 16.0}
+WARM = 1 / 8  # the share of a run that is dense at its beginning
+PARTS_COLUMNS = ("run", "shape", "provider", "active", "part", "device_ms", "launches", *record.ENVIRONMENT)
+BUDGET_COLUMNS = (
+    "run", "shape", "provider", "active", "lr", "sparse_lr", "seed", "budget_seconds", "step_ms", "dense_steps", "steps",
+    "train_loss", "validation_loss", "clock_seconds", *record.ENVIRONMENT,
+)  # fmt: skip
+# What tells one row, or one line, from another.
+KEYS: dict[str, tuple[str, ...]] = {
+    f"{STEM}_parts": ("shape", "provider", "active", "part"),
+    f"{STEM}_scores": ("families", "scheduler", "seed", "active"),
+    f"{STEM}_budgets": ("shape", "provider", "active", "lr", "sparse_lr", "seed", "budget_seconds"),
+    f"{STEM}_curves": ("provider", "active", "sparse_lr", "width", "seed", "steps"),
+}
+SCORE_COLUMNS = ("run", "families", "scheduler", "seed", "active", "precision", "recall", "energy", *record.ENVIRONMENT)
+
+
+# What the study runs of this package: the training loop and the model. The rooms' kernels have digests of their own.
+_TRAIN = ("capture", "chunks", "files", "kernels", "loop", "optimizer", "schedulers", "seeds", "synthetic", "text")
+_NN = ("compact", "gpt", "layers")
+
+
+# --- what is trained ------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """One way to take a step."""
+
+    mode: str = "dense"
+    scheduler: str = "all"
+    active: float = 1.0
+    sparse_layers: str = "all"
+    inactive: str = "skip"
+    sparse_lr: float = 1.0
+    sparse_dx: str = "all"
+    graph: bool = True
+
+    @property
+    def provider(self) -> str:
+        if self.mode == "dense":
+            name = "dense"
+        else:
+            name = f"kernelbook:{self.mode}:{self.scheduler}" + (":decay" if self.inactive == "decay" else "")
+            name += ":inputs" if self.sparse_dx == "inputs" else ""
+        return name + ("" if self.graph else ":eager")
+
+    def config(self, width: int, **changes: Any) -> TrainConfig:
+        return dataclasses.replace(
+            CONFIGS[SIZES[width]], mode=self.mode, scheduler=self.scheduler, active=self.active,
+            sparse_layers=self.sparse_layers, inactive=self.inactive, sparse_lr=self.sparse_lr, sparse_dx=self.sparse_dx,
+            cuda_graph=self.graph, **changes,
+        )  # fmt: skip
+
+
+def _shape(config: TrainConfig) -> str:
+    return (
+        f"width={config.width} depth={config.depth} batch={config.batch_size} context={config.context} "
+        f"layers={config.sparse_layers} chunk_size={config.chunk_size}"
+    )
+
+
+def step_gflop(config: TrainConfig, vocab_size: int) -> float:
+    """1e9 operations of one step's matrix products and attention: what the algorithm needs, for active chunks only."""
+    d, tokens = config.width, config.batch_size * config.context
+    outputs = {"q": d, "k": d, "v": d, "attention_out": d, "up": 4 * d, "down": d}
+    sparse = set(outputs) if config.sparse_layers == "all" else {"up", "down"}
+    total = 3.0 * vocab_size * d  # the head: forward, dX, dW
+    for name, d_out in outputs.items():
+        d_in = 4 * d if name == "down" else d
+        share = 1.0
+        if name in sparse and config.mode != "dense":
+            count = d_out // config.chunk_size
+            share = Layout.of_fraction([count], config.active, torch.device("cpu")).active[0] / count
+        sparse_dx = config.mode == "sparse_dw_dx" and (config.sparse_dx == "all" or name not in OUTPUTS)
+        dw, dx = share, share if sparse_dx else 1.0
+        total += config.depth * d_in * d_out * (1 + dw + dx)
+    # Causal: half of the scores; the backward pass has five products for the forward pass's two.
+    attention = config.depth * config.context * d / 2 * 2 * 3.5
+    return 2 * tokens * (total + attention) / 1e9
+
+
+# --- the time of a step ---------------------------------------------------------------------------------------------
+
+
+def _step_times(enqueue: Callable[[int], object], warm: int, count: int, *, graph: bool = True) -> timing.Timing:
+    """The time from one step's end to the next one's, the queue never empty.
+
+    With ``graph`` the host gets a head start: what else it has to do then does not count. Without, a step is what the
+    host makes of it.
+    """
+    for step in range(warm):
+        enqueue(step)
+    cycles_per_ms = torch.cuda.get_device_properties(torch.cuda.current_device()).clock_rate  # which is in kHz
+    for head_start_ms in (150, 600) if graph else (0,):
+        torch.cuda.synchronize()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+        if head_start_ms:
+            torch.cuda._sleep(cycles_per_ms * head_start_ms)
+        for i, event in enumerate(events):
+            event.record()
+            if i < count:
+                enqueue(warm + i)
+        ahead = not events[0].query()
+        torch.cuda.synchronize()
+        if ahead:
+            break
+    return timing.Timing.of([a.elapsed_time(b) for a, b in itertools.pairwise(events)])
+
+
+def _trainer(variant: Variant, width: int, data: Data, **changes: Any) -> Trainer:
+    # Sparse from the first step on: random chunks are as good as any for timing.
+    return Trainer(variant.config(width, dense_steps=0, **changes), data, progress=False)
+
+
+def _error_ratio(variant: Variant, width: int, data: Data) -> float:
+    """The worst error of the active chunks' gradients over that of dense bfloat16, both against float32.
+
+    In mode ``sparse_dw`` all layers are compared. In mode ``sparse_dw_dx``, another gradient by design, the last layer is:
+    nothing before it was left out. Raises ``CheckError`` where the rule of :mod:`kernelbook.check` is broken.
+    """
+    trainer = _trainer(dataclasses.replace(variant, graph=False), width, data)
+    layers = trainer.layers
+    trainer.scheduler.observe_all(torch.rand_like(trainer._norms))
+    trainer.scheduler.select()
+    ids = [chosen.clone() for chosen in trainer.scheduler.ids_of_layers()]
+    chunk = trainer.config.chunk_size
+    rows = [(i[:, None] * chunk + torch.arange(chunk, device=i.device)).flatten() for i in ids]
+
+    def gradients(active: bool, dtype: str) -> list[torch.Tensor]:
+        trainer.config = dataclasses.replace(trainer.config, dtype=dtype)
+        for block in trainer.model.blocks:
+            block.attention = "torch" if dtype == "float32" else trainer.config.attention  # type: ignore[assignment]
+        trainer._activate(ids if active else [None] * len(ids))
+        trainer._backward()
+        grads = [layer.weight.grad for layer in layers.values()]
+        return [g._values() if g.is_sparse else g[r] for g, r in zip(grads, rows, strict=True) if g is not None]
+
+    reference, baseline, ours = gradients(False, "float32"), gradients(False, "bfloat16"), gradients(True, "bfloat16")
+    names = list(layers)
+    compared = range(len(names)) if variant.mode == "sparse_dw" else [len(names) - 1]
+    verdicts = [
+        check.compare(names[i], ours[i], reference[i], baseline[i], factor=check.GRADIENT_FACTOR, floor=2.0**-8)
+        for i in compared
+    ]
+    return max(verdict.require().ratio for verdict in verdicts)
+
+
+class _PlainLayerNorm(torch.nn.LayerNorm):
+    """PyTorch's, in the dtype of its input."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        weight, bias = self.weight.to(input.dtype), self.bias.to(input.dtype)
+        return torch.nn.functional.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
+
+
+def _fresh_peak() -> int:
+    """Starts the peak of memory anew; the bytes that earlier experiments still hold, which are not this one's."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
+
+
+def _plain_step(width: int, data: Data) -> Callable[[int], object]:
+    """The step as PyTorch alone takes it: its LayerNorm, linear layers, attention, clipping and fused AdamW, in a CUDA graph."""
+    config = CONFIGS[SIZES[width]]
+    torch.manual_seed(0)
+    with runtime.DEVICE:
+        model = GPT(dataclasses.replace(config.model(data.vocab_size), attention="torch"))
+        for block in model.blocks:
+            for name in ("norm_attention", "norm_mlp"):
+                setattr(block, name, _PlainLayerNorm(width))
+            for name in ("q", "k", "v", "attention_out", "up", "down"):
+                old = getattr(block, name)
+                setattr(block, name, torch.nn.Linear(old.in_features, old.out_features, bias=False))
+        model.norm = _PlainLayerNorm(width)  # type: ignore[assignment]
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True, capturable=True)
+    inputs, targets = (t.clone() for t in data.batch(0))
+
+    def body() -> None:
+        adam.zero_grad(set_to_none=True)
+        with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+            loss = model(inputs, targets)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
+        adam.step()
+
+    captured = Captured(body)
+
+    def enqueue(step: int) -> None:
+        for mine, new in zip((inputs, targets), data.batch(step), strict=True):
+            mine.copy_(new)
+        captured()
+
+    return enqueue
+
+
+def step_variants(*, every: bool = True) -> Iterator[Variant]:
+    """All that is timed at a width; without ``every`` by one scheduler only, whose choice costs what the others' do."""
+    yield Variant()
+    if not every:
+        for mode in SPARSE_MODES:
+            for active in (*FRACTIONS, 0.5):
+                yield Variant(mode, "ema_topk", active)
+            yield Variant(mode, "ema_topk", 0.1, sparse_layers="mlp")
+        return
+    yield Variant(graph=False)
+    for mode, active in itertools.product(SPARSE_MODES, FRACTIONS):
+        for scheduler in (*CHOOSERS, "oracle"):
+            yield Variant(mode, scheduler, active)
+    for active in FRACTIONS:
+        yield Variant("sparse_dw_dx", "ema_topk", active, sparse_dx="inputs")
+    for mode in SPARSE_MODES:
+        yield Variant(mode, "ema_topk", 0.5)
+        yield Variant(mode, "ema_topk", 0.1, inactive="decay")
+        yield Variant(mode, "ema_topk", 0.1, graph=False)
+        yield Variant(mode, "ema_topk", 0.1, sparse_layers="mlp")
+        yield Variant(mode, "ema_topk", 0.25, sparse_layers="mlp")
+
+
+def curve_variants(*, settings: bool = True) -> Iterator[Variant]:
+    """All that is trained for as many steps as dense, at each width; with ``settings`` in other settings too."""
+    yield Variant()
+    for active, mode, scheduler in itertools.product(FRACTIONS, SPARSE_MODES, (*CHOOSERS, "oracle")):
+        yield Variant(mode, scheduler, active)
+    if not settings:
+        return
+    for mode in SPARSE_MODES:
+        yield Variant(mode, "ema_topk", 0.5)
+    for active in FRACTIONS:
+        yield Variant("sparse_dw_dx", "ema_topk", active, sparse_dx="inputs")
+    for mode in SPARSE_MODES:
+        yield Variant(mode, "ema_topk", 0.1, inactive="decay")
+        yield Variant(mode, "ema_topk", 0.1, sparse_lr=4.0)
+
+
+def budget_variants(*, settings: bool = True) -> Iterator[tuple[Variant, float]]:
+    """What is trained for as many seconds as dense, with what the size's learning rate is multiplied with.
+
+    With ``settings`` those that leave out most of the gradient too.
+    """
+    for lr in (1.0, 0.6):
+        yield Variant(), lr
+        for mode in SPARSE_MODES:
+            yield Variant(mode, "ema_topk", 0.5), lr
+    # Few chunks learn seldom: twice the learning rate makes up for some of that.
+    yield Variant("sparse_dw_dx", "ema_topk", 0.25, sparse_lr=2.0, sparse_dx="inputs"), 1.0
+    if not settings:
+        return
+    for active, mode in itertools.product(reversed(FRACTIONS), SPARSE_MODES):
+        yield Variant(mode, "ema_topk", active, sparse_lr=2.0), 1.0
+
+
+class _ShuffledKnn(KnnScheduler):
+    """``knn`` that takes each chunk for another: what is left of it if weights cannot help."""
+
+    name = "knn:shuffled"
+
+    def refresh(self, weights: Sequence[torch.Tensor], chunk_size: int) -> None:
+        super().refresh(weights, chunk_size)
+        order = torch.randperm(self._features.shape[1], generator=generator("shuffled", self.seed))
+        self._features.copy_(self._features[:, order.to(self._features.device)])
+
+
+class Study:
+    """The experiments in one process, recorded as they come, for one :attr:`width` at a time."""
+
+    def __init__(self, out: Path, deadline: float) -> None:
+        self.width, self.out, self.deadline = 512, out / runtime.device_slug(), deadline
+        self.run = record.new_run()
+        self.about = record.environment(STEM)
+        self.data = make_data(CONFIGS["small"])  # the same for all widths
+        self._ceilings_written = False
+        self._ratios: dict[tuple[Any, ...], float] = {}
+        self._ms: dict[tuple[int, Variant], float] = {}
+        self.failures = 0
+
+    def attempt(self, name: str, seconds: float, body: Callable[[], Any]) -> None:
+        """Runs one experiment if time for it is left; what it raises is printed and counted."""
+        if time.monotonic() + seconds > self.deadline:
+            print(f"no time left for {name}", flush=True)
+            return
+        started = time.monotonic()
+        try:
+            note = body()
+            print(f"{name}: {note or 'done'} ({time.monotonic() - started:.1f} s)", flush=True)
+        except Exception:  # the other experiments go on
+            self.failures += 1
+            print(f"{name} FAILED\n{traceback.format_exc()}", flush=True)
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def _ceilings(self) -> None:
+        if not self._ceilings_written:
+            row = timing.ceilings_row(timing.measure_ceilings(), self.run)
+            record.write_results(self.out / "ceilings.csv", row, key=("run",))
+            self._ceilings_written = True
+
+    def _recorded(self, stem: str, **wanted: Any) -> bool:
+        path = self.out / f"{stem}.csv"
+        if not path.exists():
+            return False
+        rows = pd.read_csv(path, dtype=str, keep_default_na=False)
+        for name, value in (wanted | {"kernels": self.about["kernels"]}).items():
+            rows = rows.loc[rows[name] == str(value)]
+        return len(rows) > 0
+
+    # --- steps ---
+
+    def steps(self) -> None:
+        """Rows of ``sparse_training.csv``: plain PyTorch, and every variant."""
+        self._ceilings()
+        self.attempt(f"step {self.width} torch", 10, self._torch_step)
+        for variant in step_variants(every=self.width < LONG_STEPS):
+            self.attempt(
+                f"step {self.width} {variant.provider} {variant.sparse_layers} {variant.active:g}",
+                8,
+                functools.partial(self._step, variant),
+            )
+
+    def _torch_step(self) -> str:
+        config = Variant().config(self.width)
+        if self._recorded(STEM, provider="torch", shape=_shape(config)):
+            return "recorded already"
+        before = _fresh_peak()
+        enqueue = _plain_step(self.width, self.data)
+        found = _step_times(enqueue, 5, 30)
+        self._write_step("torch", config, found, (torch.cuda.max_memory_allocated() - before) / 2**20, math.nan)
+        return f"{found.ms:.3f} ms"
+
+    def _step(self, variant: Variant) -> str:
+        config = variant.config(self.width, dense_steps=0)
+        if self._recorded(STEM, provider=variant.provider, shape=_shape(config), x=f"{variant.active:.12g}"):
+            return "recorded already"
+        ratio = math.nan
+        if variant.mode != "dense":  # whoever chooses the chunks, their gradients are computed alike
+            key = (self.width, variant.mode, variant.active, variant.sparse_layers, variant.sparse_dx)
+            if key not in self._ratios:
+                self._ratios[key] = _error_ratio(variant, self.width, self.data)
+            ratio = self._ratios[key]
+        before = _fresh_peak()
+        trainer = _trainer(variant, self.width, self.data)
+        found = _step_times(trainer._enqueue, 6, 30, graph=variant.graph)
+        peak = (torch.cuda.max_memory_allocated() - before) / 2**20
+        self._write_step(variant.provider, config, found, peak, ratio)
+        return f"{found.ms:.3f} ms, error ratio {ratio:.2f}"
+
+    def _write_step(self, provider: str, config: TrainConfig, found: timing.Timing, peak: float, ratio: float) -> None:
+        row = {
+            "run": self.run, "op": STEM, "mode": "step", "provider": provider, "dtype": config.dtype,
+            "shape": _shape(config), "x_name": "active", "x": f"{config.active:.12g}",
+            "ms": f"{found.ms:.5g}", "ms_p20": f"{found.p20:.5g}", "ms_p80": f"{found.p80:.5g}",
+            "gbytes": "0", "gflop": f"{step_gflop(config, self.data.vocab_size):.6g}",
+            "peak_mib": f"{peak:.5g}", "err_ratio": f"{ratio:.3g}", **self.about,
+        }  # fmt: skip
+        record.write_results(self.out / f"{STEM}.csv", pd.DataFrame([row], columns=list(record.COLUMNS)))
+
+    # --- parts ---
+
+    def parts(self) -> None:
+        """Rows of ``sparse_training_parts.csv``: device time of a step's kernels by kind."""
+        for variant in (Variant(), *(Variant(mode, "knn", 0.1) for mode in SPARSE_MODES)):
+            self.attempt(f"parts {self.width} {variant.provider}", 8, functools.partial(self._parts, variant))
+
+    def _parts(self, variant: Variant) -> str:
+        config = variant.config(self.width, dense_steps=0)
+        key = {"provider": variant.provider, "shape": _shape(config), "active": f"{variant.active:g}"}
+        if self._recorded(f"{STEM}_parts", **key):
+            return "recorded already"
+        # Eagerly: the profiler sees the kernels of a graph as well, but the autograd of a step is what it can attribute.
+        trainer = _trainer(dataclasses.replace(variant, graph=False), self.width, self.data)
+        for step in range(4):
+            trainer._enqueue(step)
+        numbers = itertools.count(4)
+        kernels = profiling.device_kernels(lambda: trainer._enqueue(next(numbers)), calls=5)
+        parts, names = (profiling.sums(kernels, part, calls=5) for part in (part_of, str))
+        for name, (ms, _) in sorted(names.items(), key=lambda item: -item[1][0])[:40]:
+            print(f"  {ms:8.4f} ms  {part_of(name):20} {name[:110]}")
+        table = [
+            {"run": self.run, **key, "part": part, "device_ms": f"{ms:.5g}", "launches": f"{count:g}", **self.about}
+            for part, (ms, count) in parts.items()
+        ]
+        record.write_results(
+            self.out / f"{STEM}_parts.csv", pd.DataFrame(table, columns=list(PARTS_COLUMNS)),
+            key=KEYS[f"{STEM}_parts"],
+        )  # fmt: skip
+        return f"{sum(ms for ms, _ in parts.values()):.3f} ms in all"
+
+    # --- curves ---
+
+    def curves(self, seeds: Sequence[int], steps: int) -> None:
+        """Lines of ``sparse_training_curves.jsonl``: dense, and each scheduler in each mode at each share."""
+        estimate = 10.0
+        runs = [(seed, variant) for seed in seeds for variant in curve_variants(settings=seed == seeds[0])]
+        for seed, variant in runs:
+            started = time.monotonic()
+            self.attempt(
+                f"curve {self.width} {variant.provider} {variant.active:g} seed {seed}", 1.5 * estimate,
+                functools.partial(self._curve, variant, seed, steps),
+            )  # fmt: skip
+            estimate = max(2.0, min(estimate, time.monotonic() - started))
+
+    def _curve(self, variant: Variant, seed: int, steps: int) -> str:
+        path = self.out / f"{STEM}_curves.jsonl"
+        key = {
+            "provider": variant.provider, "mode": variant.mode, "scheduler": variant.scheduler, "active": variant.active,
+            "inactive": variant.inactive, "sparse_lr": variant.sparse_lr, "sparse_dx": variant.sparse_dx,
+            "width": self.width, "seed": seed, "steps": steps,
+        }  # fmt: skip
+        now = {"kernels": self.about["kernels"]}
+        known = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        if any(all(old.get(name) == value for name, value in (key | now).items()) for old in known):
+            return "recorded already"
+        every = max(1, steps // 8)
+        config = variant.config(
+            self.width, steps=steps, seed=seed, dense_steps=round(WARM * steps), eval_every=every, eval_batches=4,
+            checkpoint_every=0, log_every=10, lr_warmup=max(1, steps // 20),
+            probe_every=0 if variant.mode == "dense" else 2 * every,
+        )  # fmt: skip
+        self.data.seed = seed  # type: ignore[attr-defined]
+        trainer = Trainer(config, self.data, progress=False)
+        records = trainer.run()
+        losses = trainer.losses()
+        blocks = [losses[i : i + 10] for i in range(0, len(losses), 10)]
+        evaluated = [r for r in records if "validation_loss" in r]
+        probed = [r for r in records if "recall" in r]
+        line = {
+            "run": self.run, **key,
+            "shape": _shape(config),
+            "train_steps": [min(10 * (i + 1), len(losses)) for i in range(len(blocks))],
+            "train_loss": [round(statistics.fmean(block), 4) for block in blocks],
+            "validation_steps": [r["step"] for r in evaluated],
+            "validation_seconds": [round(r["seconds"], 3) for r in evaluated],
+            "validation_loss": [round(r["validation_loss"], 4) for r in evaluated],
+            "probe_steps": [r["step"] for r in probed],
+            "probe_recall": [round(r["recall"], 4) for r in probed],
+            "probe_energy": [round(r["energy"], 4) for r in probed],
+            "tokens_per_second": round(statistics.median(r["tokens_per_second"] for r in records if "tokens_per_second" in r)),
+            "corpus": self.data.digest, "vocab_size": self.data.vocab_size,
+            **self.about,
+        }  # fmt: skip
+        record.write_lines(path, [line], KEYS[f"{STEM}_curves"])
+        return f"validation loss {evaluated[-1]['validation_loss']:.4f} in {trainer.seconds:.1f} s"
+
+    # --- budgets ---
+
+    def budgets(self, seeds: Sequence[int]) -> None:
+        """Rows of ``sparse_training_budgets.csv``: each variant takes as many steps as fit into the same seconds."""
+        self._ceilings()
+        more = seeds[:1] if self.width < LONG_STEPS else []
+        runs = [(seed, *what) for seed in seeds for what in budget_variants(settings=seed in more)]
+        for seed, variant, lr in runs:
+            self.attempt(
+                f"budget {self.width} {variant.provider} {variant.active:g} lr x{lr:g} x{variant.sparse_lr:g} seed {seed}",
+                1.2 * BUDGET_SECONDS[self.width] + 3, functools.partial(self._budget, variant, lr, seed),
+            )  # fmt: skip
+
+    def _step_ms(self, variant: Variant) -> float:
+        variant = dataclasses.replace(variant, sparse_lr=1.0)  # costs nothing
+        key = (self.width, variant)
+        if key not in self._ms:
+            if variant.mode != "dense":
+                _error_ratio(variant, self.width, self.data)
+            trainer = _trainer(variant, self.width, self.data)
+            self._ms[key] = _step_times(trainer._enqueue, 6, 30).ms
+        return self._ms[key]
+
+    def _budget(self, variant: Variant, lr_times: float, seed: int) -> str:
+        budget, base = BUDGET_SECONDS[self.width], CONFIGS[SIZES[self.width]]
+        lr = base.lr * lr_times
+        key = {
+            "shape": _shape(variant.config(self.width)), "provider": variant.provider, "active": f"{variant.active:g}",
+            "lr": f"{lr:g}", "sparse_lr": f"{variant.sparse_lr:g}", "seed": seed, "budget_seconds": f"{budget:g}",
+        }  # fmt: skip
+        if self._recorded(f"{STEM}_budgets", **key):
+            return "recorded already"
+        dense_ms, ms = self._step_ms(Variant()), self._step_ms(variant)
+        dense_steps = round(WARM * 1e3 * budget / dense_ms)
+        steps = dense_steps + round((1e3 * budget - dense_steps * dense_ms) / ms)
+        config = variant.config(
+            self.width, steps=steps, seed=seed, dense_steps=dense_steps, lr=lr, min_lr=base.min_lr * lr_times,
+            lr_warmup=max(1, steps // 20), eval_every=0, eval_batches=8, checkpoint_every=0, log_every=20,
+        )  # fmt: skip
+        self.data.seed = seed  # type: ignore[attr-defined]
+        trainer = Trainer(config, self.data, progress=False)
+        trainer.run()
+        row = {
+            "run": self.run, **key, "step_ms": f"{ms:.5g}", "dense_steps": dense_steps, "steps": steps,
+            "train_loss": f"{statistics.fmean(trainer.losses()[-20:]):.4f}",
+            "validation_loss": f"{trainer.validation_losses()[-1]:.4f}",
+            "clock_seconds": f"{trainer.seconds:.3f}", **self.about,
+        }  # fmt: skip
+        name = f"{STEM}_budgets.csv"
+        record.write_results(self.out / name, pd.DataFrame([row], columns=list(BUDGET_COLUMNS)), key=KEYS[name])
+        return f"validation loss {row['validation_loss']} after {steps} steps in {trainer.seconds:.1f} s"
+
+    # --- scores ---
+
+    def scores(self, seeds: Sequence[int], steps: int) -> None:
+        """Rows of ``sparse_training_scores.csv``: precision, recall and energy on a planted teacher."""
+        for seed, families, name in itertools.product(seeds, (8, None), [*CHOOSERS, _ShuffledKnn.name, "oracle"]):
+            self.attempt(
+                f"scores {name} families {families} seed {seed}", 5,
+                functools.partial(self._score, name, families, seed, steps),
+            )  # fmt: skip
+
+    def _score(self, name: str, families: int | None, seed: int, steps: int) -> str:
+        key = {"families": families or 0, "scheduler": name, "seed": seed, "active": SCORED}
+        if self._recorded(f"{STEM}_scores", **key):
+            return "recorded already"
+        teacher = PlantedTeacher(families=families, seed=seed)
+        layout = Layout.of_fraction([teacher.chunks], SCORED)
+        shuffled = name == _ShuffledKnn.name
+        scheduler = _ShuffledKnn(layout, seed=seed) if shuffled else make_scheduler(name, layout, seed=seed)
+        table = pd.DataFrame(list(score_scheduler(teacher, scheduler, steps)))
+        mean = table[["precision", "recall", "energy"]].mean()
+        row = {"run": self.run, **key, **{n: f"{v:.4f}" for n, v in mean.items()}, **self.about}
+        record.write_results(
+            self.out / f"{STEM}_scores.csv",
+            pd.DataFrame([row], columns=list(SCORE_COLUMNS)),
+            key=KEYS[f"{STEM}_scores"],
+        )
+        return f"recall {mean['recall']:.3f}, energy {mean['energy']:.3f}"
+
+
+# A part by what the names of its kernels contain; the first that fits.
+_PARTS = {
+    "sparse products": ("_sparse_linear_bwd", "_sparse_linear_place", "_sparse_linear_pack", "_sparse_linear_fwd"),
+    "layer norm": ("_layer_norm", "layer_norm"),
+    "optimizer": ("_adamw", "adam", "FusedAdam"),
+    "norms and clipping": ("_chunk_norms", "lpnorm", "LpNorm", "norm_", "NormOps", "NormTwoOps", "vector_norm"),
+    "scheduler": ("_knn_scores", "_top_chunks"),
+    "attention": ("attention", "flash", "fmha", "cudnn", "sdpa", "attn"),
+    "dense products": ("gemm", "nvjet", "cutlass", "cublas", "splitKreduce"),
+    "GELU": ("Gelu", "gelu"),
+    "loss": ("softmax", "SoftMax", "nll_loss"),
+    "embedding": ("embedding", "Embedding"),
+}
+
+
+part_of = functools.partial(profiling.part_of, parts=_PARTS, rest="casts, sums, copies")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the experiments; 1 if one failed, 2 without a GPU."""
+    parser = argparse.ArgumentParser(prog="python -m bench.sparse_training", description=__doc__)
+    parser.add_argument("--width", type=int, nargs="+", choices=sorted(SIZES), default=[512, 1024, 2048])
+    parser.add_argument("--out", type=Path, default=None, help="folder for <gpu>/... (default: book/results)")
+    parser.add_argument(
+        "--what", default="scores,steps,parts,curves,budgets", help="what to run, in this order, each at every width"
+    )
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="seeds of curves and scores (default: 0)")
+    parser.add_argument("--steps", type=int, default=None, help="steps of a curve (default: by width)")
+    parser.add_argument("--minutes", type=float, default=60.0, help="begin nothing that would end later (default: 60)")
+    given = parser.parse_args(arguments)
+    if runtime.DEVICE.type != "cuda" and given.what != "scores":  # which are no times
+        print("study: there is no GPU here, and the interpreter's times say nothing about one.", file=sys.stderr)
+        return 2
+    deadline = time.monotonic() + 60 * given.minutes
+    study = Study(given.out or record.results_dir(), deadline)
+    experiments: dict[str, Callable[[], None]] = {
+        "steps": study.steps,
+        "parts": study.parts,
+        "budgets": lambda: study.budgets(given.seeds),
+        "curves": lambda: study.curves(given.seeds, given.steps or CURVE_STEPS[study.width]),
+    }
+    wanted = given.what.split(",")
+    for name in wanted:
+        if name not in ("scores", *experiments):
+            parser.error(f"--what must name some of scores, {', '.join(experiments)}, got {name!r}")
+    for name in tqdm(wanted, unit="part"):
+        if name == "scores":  # of no width
+            study.scores(given.seeds, 160)
+        else:
+            for study.width in given.width:
+                experiments[name]()
+    return 1 if study.failures else 0
+
+
+BENCH = Bench(
+    name="sparse_training",
+    keys=KEYS,
+    baselines={"dense": "torch", "torch": "torch"},
+    run=lambda folder: main(["--out", str(folder.parent)]),
+)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,860 @@
+"""What is measured of whole models, by the wall clock: ``python -m bench whole_model``.
+
+Architectures of published models, from their configurations, with random weights that are drawn on the GPU, layer by layer:
+nothing is downloaded, and no time depends on what the weights are. Tasks:
+
+- ``step``: a step of LoRA fine-tuning (rank 16, on the experts and on attention's projections): forward, backward, AdamW;
+- ``prefill``: a forward pass of a prompt into an empty cache;
+- ``decode``: one more token for each sequence, with a static cache that holds 2,048;
+- ``generate``: the same by ``model.generate``, which chooses the tokens too: the time of 64 of them over 64.
+
+Providers, on the same weights as far as they are the same:
+
+- ``grouped_mm``, ``batched_mm``: transformers' experts in bfloat16, its attention (PyTorch's) and its norms; PEFT's LoRA;
+- ``bitsandbytes``: the same with the experts in its 4 bits, which are made dense where they are read;
+- ``kernelbook``: experts in 4 bits (doubly quantized), attention and norms on the kernels; ``kernelbook:dense`` on the
+  bfloat16 weights; ``kernelbook:all`` with attention's projections and the head in 4 bits too;
+- ``torch``: PyTorch's own layers, for a model without experts.
+
+gpt-oss' experts are in MXFP4 instead, as they are published, and its baseline is the model that transformers makes dense,
+with its eager attention: PyTorch's has no sinks.
+
+Three clocks: ``graph=0`` is the call from Python; ``graph=1`` is what a user gets in a CUDA graph, for a step by
+:class:`kernelbook.train.CapturedStep`, for ``generate`` by ``fast_generate``, for others one captured call; ``graph=compile``
+is ``torch.compile``'s, for ``generate`` as transformers compiles a static cache by itself. What the device does in it is
+``ms`` without the part ``none`` of ``whole_model_parts.csv``, which the profiler says. All steps have the same loss, of the
+output layer in pieces, so that no logits of all tokens exist.
+
+A row's ``ms`` is wall time with the device waited for, ``host_us`` the host's part until it has nothing more to enqueue,
+``peak_mib`` everything that the process holds on the GPU, the model included. ``setup_s`` is what passes before it has that
+speed, for a model that is there: its first calls, with what they compile (kernels that the process has not compiled before)
+and capture. ``add_host_us`` says how busy the host was. ``err_ratio`` is of the same architecture at a
+tiny size in float32, checked in the same process. ``whole_model_parts.csv`` says by the profiler where a step's time goes;
+what no kernel covers is the part ``none``: the device waits for the host.
+
+``whole_model_bits.csv`` has the models within :func:`kernelbook.same_bits` (provider ``kernelbook:same_bits``) beside the default,
+both of one run. ``whole_model_skewed.csv`` has steps whose routers want some experts more than others, as trained ones do:
+random weights want all alike.
+"""
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import gc
+import math
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from tabulate import tabulate
+
+from bench import Bench, baselines
+from bench.moe_block import ZIPF
+from kernelbook import check, runtime
+from kernelbook.interop import base_model
+from kernelbook.lab import profiling, record, timing
+from kernelbook.lab.arithmetic import BITS, Sizes
+from kernelbook.train.capture import Captured
+from kernelbook.train.step import CapturedStep
+
+__all__ = ["BENCH", "MODELS", "Plan", "bench", "build", "plans"]
+
+RANK, PROMPT, ROOM, WARM = 16, 2048, 64, 3
+COLUMNS = (*record.COLUMNS, "add_host_us", "setup_s")
+STEM, PARTS_STEM = "whole_model", "whole_model_parts"
+BITS_STEM, SKEWED_STEM = "whole_model_bits", "whole_model_skewed"
+PARTS_KEY = ("gpu", "provider", "shape", "batch", "part")
+COMMON: dict[str, Any] = {"tie_word_embeddings": False, "attention_bias": False, "use_cache": True}
+GPT_OSS: dict[str, Any] = COMMON | {
+    "attention_bias": True, "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64,
+    "num_key_value_heads": 8, "head_dim": 64, "num_experts_per_tok": 4, "sliding_window": 128, "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131072,
+}  # fmt: skip
+# The published configurations, as far as they decide what is computed.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen3-30B-A3B": (
+        "qwen3_moe",
+        COMMON | {
+            "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
+            "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
+            "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True, "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 40960,
+        },
+    ),
+    "OLMoE-1B-7B": (
+        "olmoe",
+        COMMON | {
+            "vocab_size": 50304, "hidden_size": 2048, "intermediate_size": 1024, "num_hidden_layers": 16,
+            "num_attention_heads": 16, "num_key_value_heads": 16, "num_experts": 64, "num_experts_per_tok": 8,
+            "norm_topk_prob": False, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096,
+        },
+    ),
+    "gpt-oss-20b": ("gpt_oss", GPT_OSS | {"num_hidden_layers": 24, "num_local_experts": 32}),
+    "gpt-oss-120b": ("gpt_oss", GPT_OSS | {"num_hidden_layers": 36, "num_local_experts": 128}),
+    "GPT-2": (
+        "gpt2",
+        {"vocab_size": 50257, "n_positions": 4096, "n_embd": 768, "n_layer": 12, "n_head": 12,
+         "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
+    ),
+}  # fmt: skip
+TINY: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"vocab_size": 67, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+                  "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "olmoe": {"vocab_size": 67, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4,
+              "num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32},
+    "gpt_oss": {"vocab_size": 67, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+                "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32, "sliding_window": 8},
+    "gpt2": {"vocab_size": 67, "n_embd": 64, "n_head": 4},
+}  # fmt: skip
+COMPILED_LAYERS = 6  # a compiler takes minutes for all
+ONE_TOKEN = ("decode", "generate")
+SAME_BITS = "kernelbook:same_bits"
+EXPERTS = {"grouped_mm": "grouped_mm", "batched_mm": "batched_mm", "bitsandbytes": "grouped_mm"}
+KINDS = {"grouped_mm": "dense", "batched_mm": "dense", "torch": "dense", "kernelbook:dense": "dense"}
+
+
+# --- building -------------------------------------------------------------------------------------------------------
+
+
+def configuration(model: str, layers: int | None = None, *, tiny: bool = False) -> Any:
+    """The configuration of transformers, with fewer layers or small where that is asked for."""
+    from transformers import AutoConfig
+
+    kind, values = MODELS[model]
+    changes = dict(TINY[kind]) if tiny else {}
+    if layers is not None:
+        changes["n_layer" if kind == "gpt2" else "num_hidden_layers"] = layers
+    if kind == "gpt_oss":  # as many as there are layers
+        count = changes.get("num_hidden_layers", values["num_hidden_layers"])
+        changes["layer_types"] = [("sliding_attention", "full_attention")[i % 2] for i in range(count)]
+    return AutoConfig.for_model(kind, **(values | changes))
+
+
+def build(config: Any, kind: str = "dense", *, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Any:
+    """A random model whose weights are drawn on the device, one module after the other, and stored as ``kind``.
+
+    ``"dense"``, ``"nf4"``, ``"nf4_double"``, or ``"bitsandbytes"``: 4 bits, doubly quantized, of that library. No more than
+    one layer's experts are dense at a time. The same seed gives the same weights whatever ``kind`` is, but for ``"mxfp4"``:
+    random bytes with one scale, as large as the others, which are never dense.
+    """
+    from transformers import AutoModelForCausalLM
+
+    from kernelbook.interop.transformers_experts import expert_modules, weight_names
+    from kernelbook.nn.moe import quantize_parameter
+
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    generator = torch.Generator(runtime.DEVICE).manual_seed(seed)
+    experts = {id(module): weight_names(module) for _, module in expert_modules(model)}
+    done: dict[int, torch.nn.Parameter] = {}  # by the parameter that it stands for: tied ones are drawn once
+    for module in list(model.modules()):
+        for name, parameter in list(module._parameters.items()):
+            if parameter is None:
+                continue
+            weight_of_experts = name in experts.get(id(module), ())
+            if weight_of_experts and kind == "mxfp4":
+                _draw_mxfp4(module, name, config.initializer_range, dtype, generator)
+                continue
+            if id(parameter) not in done:
+                value = torch.empty(parameter.shape, dtype=dtype, device=runtime.DEVICE)
+                if value.ndim > 1:
+                    value.normal_(std=config.initializer_range, generator=generator)
+                else:
+                    value.fill_(0.0 if name == "bias" else 1.0)
+                done[id(parameter)] = torch.nn.Parameter(value, requires_grad=False)
+            setattr(module, name, done[id(parameter)])
+            if weight_of_experts:
+                done.pop(id(parameter))
+                if kind == "bitsandbytes":
+                    from bitsandbytes.nn.parametrize import replace_parameter_4bit
+
+                    replace_parameter_4bit(module, name, compress_statistics=True, quant_type="nf4")
+                elif kind != "dense":
+                    quantize_parameter(module, name, double_quant=kind == "nf4_double")
+        if any(buffer is not None and buffer.is_meta for buffer in module._buffers.values()):
+            with torch.device(runtime.DEVICE):
+                fresh = type(module)(config)
+            for name in module._buffers:
+                module._buffers[name] = fresh._buffers[name]
+    return model.eval()
+
+
+def _draw_mxfp4(experts: Any, name: str, deviation: float, dtype: torch.dtype, generator: torch.Generator) -> None:
+    """Random codes in the place of a parameter without storage."""
+    from kernelbook.nn.parameters import store_parameter
+    from kernelbook.packed.fp4 import fp4_tensor
+
+    e, *sides = getattr(experts, name).shape
+    n, k = reversed(sides) if experts.is_transposed else sides
+    blocks = torch.empty(e, n, k // 32, 16, dtype=torch.uint8, device=runtime.DEVICE)
+    blocks.random_(0, 256, generator=generator)
+    # Sixteen equally frequent values have a standard deviation of 2.93.
+    exponent = 127 + round(math.log2(deviation / 2.93))
+    scales = torch.full((e, n, k // 32), exponent, dtype=torch.uint8, device=runtime.DEVICE)
+    store_parameter(
+        experts, name, fp4_tensor(blocks, scales, dtype=dtype, in_place=True), transposed=experts.is_transposed
+    )
+
+
+def _quantize_linears(model: Any) -> None:
+    """Attention's projections and the head in 4 bits as well."""
+    from kernelbook.nn import NF4Linear
+
+    for name, module in list(model.named_modules()):
+        if type(module) is torch.nn.Linear:
+            model.set_submodule(name, NF4Linear.from_linear(module, double_quant=True))
+
+
+def _add_lora(model: Any, rank: int) -> Any:
+    """PEFT's pairs in the model's dtype, on every expert and on attention's projections."""
+    import peft
+
+    from kernelbook.interop import transformers as interop
+
+    settings = peft.LoraConfig(
+        r=rank, lora_alpha=2 * rank,
+        target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+        target_parameters=interop.expert_parameters(model),
+    )  # fmt: skip
+    with torch.device(runtime.DEVICE):  # on the host the many pairs take a while to draw
+        return peft.get_peft_model(model, settings, autocast_adapter_dtype=False)
+
+
+@contextlib.contextmanager
+def _running(model: Any, provider: str) -> Iterator[None]:
+    """Within the context ``model`` computes as ``provider`` does."""
+    from kernelbook.interop import transformers as interop
+    from kernelbook.nn import swap
+
+    base = base_model(model)
+    has_experts = any(True for _ in interop.expert_modules(base))
+    if not provider.startswith("kernelbook"):
+        if has_experts:
+            base.set_experts_implementation(EXPERTS[provider])
+        base.set_attn_implementation("sdpa" if base._supports_sdpa else "eager")
+        yield
+        return
+    if has_experts:
+        interop.use_kernels(model)
+    with swap(base, same_bits=provider == SAME_BITS, quiet=True):
+        yield
+
+
+@contextlib.contextmanager
+def _skewed(model: Any, zipf: float) -> Iterator[None]:
+    """Within the context experts are wanted like ``1 / rank ** zipf``, in another order in each layer, as by ``bench moe_block``."""
+    if not zipf:
+        yield
+        return
+
+    def route(router: Any, bias: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What the routers of both families do, which have no bias."""
+        logits = torch.nn.functional.linear(x.reshape(-1, router.hidden_dim), router.weight, bias)
+        gates, chosen = logits.softmax(-1, torch.float32).topk(router.top_k)
+        if router.norm_topk_prob:
+            gates = gates / gates.sum(-1, keepdim=True)
+        return logits, gates.to(logits.dtype), chosen
+
+    # Logits of random weights are normal with this deviation. With that factor the most wanted expert gets as many tokens as
+    # by the Gumbel noise of bench moe_block, which has more large values.
+    noise = 0.58 * model.config.initializer_range * math.sqrt(model.config.hidden_size)
+    routers = [module for name, module in model.named_modules() if name.endswith(".gate")]
+    for seed, router in enumerate(routers):
+        rank = torch.randperm(router.num_experts, generator=torch.Generator().manual_seed(seed)) + 1.0
+        bias = (-zipf * noise * rank.log()).to(router.weight)
+        router.forward = functools.partial(route, router, bias)
+    try:
+        yield
+    finally:
+        for router in routers:
+            del router.forward
+
+
+# --- tasks ----------------------------------------------------------------------------------------------------------
+
+
+def _step_task(model: Any, batch: int, tokens: int, checkpoints: bool, *, graph: bool) -> Callable[[], torch.Tensor]:
+    """A step of training what requires a gradient; returns the loss."""
+    from transformers import DynamicCache
+
+    from kernelbook.interop.transformers import known_masks, loss_in_pieces
+
+    base = base_model(model)
+    ids = torch.randint(0, base.config.vocab_size, (batch, tokens), device=runtime.DEVICE)
+    model.train()
+    if checkpoints:
+        # There is no dropout, and what draws nothing need not keep the state of the generator.
+        how = {"use_reentrant": False, "preserve_rng_state": False}
+        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
+    else:
+        base.gradient_checkpointing_disable()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for parameter in trained:
+        parameter.grad = None
+    real = runtime.DEVICE.type == "cuda"
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=real, capturable=real)
+    batch_ = known_masks(base, {"input_ids": ids}) if graph else {"input_ids": ids}
+
+    def loss_of(model: Any, input_ids: torch.Tensor, attention_mask: Any = None) -> torch.Tensor:
+        # While a graph is captured nobody can look whether sequences are packed, and transformers would make a mask for
+        # that; it asks no such thing where there is a cache, be it empty.
+        cache = DynamicCache() if graph and attention_mask is None else None
+        return loss_in_pieces(model, input_ids, input_ids, attention_mask, past_key_values=cache)
+
+    def step() -> torch.Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        loss = loss_of(model, **batch_)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    if not graph:
+        return step
+    captured = CapturedStep(model, optimizer, loss=loss_of, warm=WARM)
+    for _ in range(WARM + 1):
+        captured(**batch_)
+    if captured.why_eager is not None:
+        raise RuntimeError(f"the step was not captured: {captured.why_eager}")
+    return lambda: captured(**batch_)
+
+
+def _prefill_task(model: Any, batch: int, tokens: int) -> Callable[[], torch.Tensor]:
+    from transformers import DynamicCache
+
+    model.eval()
+    ids = torch.randint(0, model.config.vocab_size, (batch, tokens), device=runtime.DEVICE)
+
+    @torch.no_grad()
+    def prefill() -> torch.Tensor:
+        logits: torch.Tensor = model(ids, past_key_values=DynamicCache(), use_cache=True, logits_to_keep=1).logits
+        return logits
+
+    return prefill
+
+
+def _decode_task(
+    model: Any, batch: int, context: int, graph: str = "0"
+) -> tuple[Callable[[], torch.Tensor], Callable[[], None]]:
+    """-> one more token, and back to the first one."""
+    from transformers import StaticCache
+
+    from kernelbook.interop.transformers_generation import in_graphs
+
+    model.eval()
+    ids = torch.randint(0, model.config.vocab_size, (batch, 1), device=runtime.DEVICE)
+    cache: Any = StaticCache(config=model.config, max_cache_len=context + ROOM)
+    with torch.no_grad():
+        model(ids, past_key_values=cache, use_cache=True)
+    for layer in cache.layers:
+        layer.keys.normal_()
+        layer.values.normal_()
+
+    def rewind() -> None:
+        for layer in cache.layers:
+            layer.cumulative_length.fill_(context)
+            if hasattr(layer, "cumulative_length_int"):  # of a window, which is full
+                layer.cumulative_length_int = context
+
+    rewind()
+    compiled = graph == "compile"
+    # The cache is there before anything is compiled, as generate() has it after the prompt.
+    forward = torch.compile(model.forward, mode="reduce-overhead", dynamic=False) if compiled else model
+    read = in_graphs(cache) if graph == "1" else cache
+
+    @torch.no_grad()
+    def step() -> torch.Tensor:
+        if compiled:
+            torch.compiler.cudagraph_mark_step_begin()
+        logits: torch.Tensor = forward(ids, past_key_values=read, use_cache=True).logits
+        ids.copy_(logits[:, -1].argmax(-1, keepdim=True))
+        return logits
+
+    return step, rewind
+
+
+def _generate_task(model: Any, batch: int, context: int, graph: str) -> Callable[[int], torch.Tensor]:
+    """-> a function that generates so many tokens after a prompt of ``context``, greedily."""
+    from kernelbook.interop.transformers import fast_generate
+
+    model.eval()
+    ids = torch.randint(0, model.config.vocab_size, (batch, context), device=runtime.DEVICE)
+    how: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    if graph != "0":
+        how["cache_implementation"] = "static"
+    if graph == "1":
+        fast_generate(model, max_length=context + ROOM)
+
+    def generate(new: int) -> torch.Tensor:
+        found: torch.Tensor = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, **how)
+        return found
+
+    return generate
+
+
+# --- parts of a step ------------------------------------------------------------------------------------------------------
+
+
+# What a kernel belongs to, by what its name contains; the first that fits.
+PARTS = {
+    "4 bits": ("nf4", "dequant", "kDequant"),
+    "attention": ("attention", "flash", "fmha", "sdpa", "_attn"),
+    "optimizer": ("multi_tensor", "adam", "Adam"),
+    "products of experts": (
+        "moe_lora",
+        "_rows_kernel",
+        "grouped",
+        "GroupProblem",
+        "ptr_array",
+        "PtrArray",
+        "scatter2scatter",
+    ),
+    "routing": ("_route_", "sort", "Sort", "topk", "TopK", "Histogram", "scan", "Scan", "softmax", "Softmax"),
+    "other products": ("gemm", "Gemm", "cutlass", "nvjet", "gemv", "splitK"),
+}
+
+
+part_of = functools.partial(profiling.part_of, parts=PARTS)
+
+
+def covered(spans: Sequence[tuple[int, int]]) -> int:
+    """How much of the line the intervals (start, end) cover together."""
+    total, reach = 0, -math.inf
+    for start, end in sorted(spans):
+        total += max(0, end - int(max(start, reach))) if reach > -math.inf else end - start
+        reach = max(reach, end)
+    return total
+
+
+def _profile(call: Callable[[], Any], wall_ms: float) -> dict[str, tuple[float, float]]:
+    """By part its milliseconds and launches in one call; ``none``: what of ``wall_ms`` no kernel covers."""
+    kernels = profiling.device_kernels(call)
+    idle_ms = wall_ms - covered([(kernel.start, kernel.end) for kernel in kernels]) / 1e6
+    return profiling.sums(kernels, part_of) | {"none": (max(0.0, idle_ms), 0)}
+
+
+# --- what is measured -----------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """One measurement: a model, who computes, the task, and how it is launched."""
+
+    model: str
+    provider: str
+    task: str
+    batch: int = 1
+    checkpoints: bool = False
+    graph: str = "0"
+    layers: int | None = None
+    bits: bool = False  # for whole_model_bits.csv
+    zipf: float = 0.0  # for whole_model_skewed.csv: how uneven routers are
+
+    @property
+    def stem(self) -> str:
+        """The file."""
+        return BITS_STEM if self.bits else SKEWED_STEM if self.zipf else STEM
+
+    @property
+    def kind(self) -> str:
+        """How the experts are stored."""
+        packed = "mxfp4" if MODELS[self.model][0] == "gpt_oss" else "nf4_double"
+        return KINDS.get(self.provider, "bitsandbytes" if self.provider == "bitsandbytes" else packed)
+
+    @property
+    def mode(self) -> str:
+        return "step" if self.task == "step" else "forward"
+
+    def shape(self, layers: int, tokens: int) -> str:
+        """The column of that name."""
+        parts = {"model": self.model, "layers": layers, "task": self.task}
+        if self.task == "step":
+            parts |= {"N": tokens, "r": RANK, "checkpoint": int(self.checkpoints)}
+        else:
+            parts |= {"N": 1, "S": tokens} if self.task in ONE_TOKEN else {"N": tokens, "S": 0}
+        parts |= {"graph": self.graph} | ({"zipf": self.zipf} if self.zipf else {})
+        return " ".join(f"{name}={value}" for name, value in parts.items())
+
+    def __str__(self) -> str:
+        layers = "" if self.layers is None else f" layers={self.layers}"
+        return (
+            f"{self.model} {self.provider} {self.task} batch={self.batch} checkpoint={int(self.checkpoints)} "
+            f"graph={self.graph}{layers}{' bits' if self.bits else ''}{f' zipf={self.zipf}' if self.zipf else ''}"
+        )
+
+
+def plans() -> list[Plan]:
+    """What is measured; within a model the most important first, those with the same weights one after the other."""
+    found = []
+    for provider in ("torch", "kernelbook:dense"):
+        found += [Plan("GPT-2", provider, "prefill", graph=graph) for graph in ("1", "0")]
+        found += [Plan("GPT-2", provider, "decode", batch, graph="1") for batch in (1, 32)]
+        found += [Plan("GPT-2", provider, "step", 4, graph=graph) for graph in ("1", "0")]
+    for model, batches in (("Qwen3-30B-A3B", (1, 8, 32)), ("OLMoE-1B-7B", (1, 8))):
+        for own in (("kernelbook",), ("grouped_mm", "kernelbook:dense"), ("bitsandbytes",)):
+            for provider in own:
+                found += [Plan(model, provider, "decode", batch, graph="1") for batch in batches]
+                if provider == "grouped_mm":
+                    found.append(Plan(model, "batched_mm", "decode", graph="1"))
+                found.append(Plan(model, provider, "decode"))
+                found += [Plan(model, provider, "prefill", graph=graph) for graph in ("1", "0")]
+            for provider in own:
+                if provider == "bitsandbytes":
+                    continue
+                found += [Plan(model, provider, "step", 1, True, graph) for graph in ("1", "0")]
+                found += [Plan(model, provider, "step", 4, True, "1"), Plan(model, provider, "step", 1, False, "1")]
+                if provider.startswith("kernelbook"):
+                    found.append(Plan(model, provider, "step", 4, False, "1"))
+                if provider != "kernelbook:dense":
+                    found.append(Plan(model, provider, "step", 1, True, "1", zipf=ZIPF))
+        both = ("kernelbook", SAME_BITS)
+        found += [
+            Plan(model, provider, "decode", batch, graph="1", bits=True) for batch in (1, 32) for provider in both
+        ]
+        found += [Plan(model, provider, "step", 1, True, "1", bits=True) for provider in both]
+        found += [Plan(model, "kernelbook:all", "decode", batch, graph="1") for batch in batches[:2]]
+    for provider in ("kernelbook", "grouped_mm"):
+        found += [Plan("gpt-oss-20b", provider, "step", 1, True, graph) for graph in ("1", "0")]
+        # transformers' own attention with sinks makes tensors on the host, which a graph cannot; compiled it does not.
+        found += [Plan("gpt-oss-20b", provider, task, graph=graph) for task in ("decode", "prefill") for graph in "10"]
+    found += [Plan("gpt-oss-120b", "kernelbook", "step", 1, True, graph) for graph in ("0", "1")]
+    found += [Plan("gpt-oss-120b", "kernelbook", "decode", graph="1")]
+    found += [Plan("gpt-oss-20b", provider, "decode", graph="compile") for provider in ("kernelbook", "grouped_mm")]
+    for provider in ("kernelbook", "grouped_mm", "batched_mm", "kernelbook:dense"):
+        for graph in ("1", "compile"):
+            found.append(Plan("Qwen3-30B-A3B", provider, "decode", graph=graph, layers=COMPILED_LAYERS))
+    # What transformers gives by itself: a growing cache, and all layers compiled.
+    for model in ("Qwen3-30B-A3B", "OLMoE-1B-7B"):
+        found += [Plan(model, "kernelbook", "generate", graph=graph) for graph in ("1", "0")]
+        found += [Plan(model, "grouped_mm", "generate", graph=graph) for graph in ("0", "compile")]
+        found.append(Plan(model, "grouped_mm", "decode", graph="compile"))
+    return found
+
+
+def _figures(plan: Plan, sizes: Sizes | None, tokens: int) -> tuple[float, float]:
+    """GB and 10^9 operations of the least that the task asks for."""
+    if sizes is None:
+        return math.nan, math.nan
+    kind = plan.kind if plan.kind in BITS else "nf4_double"
+    if plan.task in ONE_TOKEN:
+        return sizes.step_gb(kind, plan.batch, tokens), sizes.forward_gflop(plan.batch, 1, tokens)
+    if plan.task == "prefill":
+        return sizes.held_gb(kind), sizes.forward_gflop(plan.batch, tokens, logits=1)
+    passes = 3 if plan.checkpoints else 2
+    return passes * sizes.held_gb(kind), sizes.training_gflop(plan.batch, tokens, RANK, checkpoint=plan.checkpoints)
+
+
+class _Session:
+    """Models on the GPU, one at a time, and the rows measured on them."""
+
+    def __init__(self, folder: Path, layers: int | None, tokens: int, samples: int, tiny: bool) -> None:
+        self.folder, self.layers, self.tokens, self.samples, self.tiny = folder, layers, tokens, samples, tiny
+        self.about = {"run": record.new_run(), **record.environment("whole_model")}
+        self._held: tuple[Any, ...] = ()
+        self.model: Any = None
+
+    def record_ceilings(self) -> None:
+        """The ceilings of this process, before any row."""
+        row = timing.ceilings_row(timing.measure_ceilings(quick=True), self.about["run"])
+        record.write_results(self.folder / "ceilings.csv", row, key=("run",))
+
+    def drop(self) -> None:
+        """Gives the model's memory back."""
+        self._held, self.model = (), None
+        gc.collect()
+        if runtime.DEVICE.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _model(self, plan: Plan) -> Any:
+        """The model of the plan, with LoRA pairs for a step; built anew where another one is held."""
+        lora = plan.task == "step" and plan.model != "GPT-2"
+        layers = self.layers if plan.layers is None else plan.layers
+        held = (plan.model, plan.kind, plan.provider == "kernelbook:all", layers)
+        if self._held[:4] != held or (self._held[4] and not lora):
+            self.drop()
+            config = configuration(plan.model, layers, tiny=self.tiny)
+            self.model = build(config, plan.kind)
+            if held[2]:
+                _quantize_linears(self.model)
+            self._held = (*held, False)
+        if lora and not self._held[4]:
+            self.model = _add_lora(self.model, RANK if not self.tiny else 2)
+            self._held = (*held, True)
+        if plan.model == "GPT-2":
+            self.model.requires_grad_(plan.task == "step")
+        return self.model
+
+    @functools.cached_property
+    def ratios(self) -> dict[tuple[str, str], float]:
+        return {}
+
+    def _checked(self, plan: Plan) -> float:
+        """The error ratio of the provider on the tiny model; ``CheckError`` where ours is wrong."""
+        key = (plan.model, plan.provider)
+        if key not in self.ratios:
+            self.ratios[key] = error_ratio(*key)
+        return self.ratios[key]
+
+    def run(self, plan: Plan) -> None:
+        """Measures and writes the rows of one plan."""
+        ratio = self._checked(plan)
+        model = self._model(plan)
+        base = base_model(model)
+        gc.collect()
+        if runtime.DEVICE.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        try:
+            with _running(model, plan.provider), _skewed(base, plan.zipf):
+                self._measure(plan, model, base, ratio)
+        finally:
+            if plan.graph == "compile":
+                torch._dynamo.reset()  # what was compiled holds the model
+
+    def _measure(self, plan: Plan, model: Any, base: Any, ratio: float) -> None:
+        before: Callable[[], object] = timing.wait
+        calls, samples = 1, self.samples
+        if plan.task == "generate":
+            found, setup = self._token_times(plan, base)
+            self._write(plan, base, ratio, found, math.nan, setup)
+            return
+        timing.wait()
+        began = time.perf_counter()
+        if plan.task == "decode":
+            call, before = _decode_task(model, plan.batch, self.tokens, plan.graph)
+            calls = ROOM // 4
+        elif plan.task == "prefill":
+            call = _prefill_task(model, plan.batch, self.tokens)
+        else:
+            call = _step_task(model, plan.batch, self.tokens, plan.checkpoints, graph=plan.graph == "1")
+        if plan.graph == "1" and plan.task != "step":
+            call = Captured(call)
+        elif plan.graph != "1":
+            samples = min(samples, 3)
+            for _ in range(5 if plan.graph == "compile" else 2):
+                call()
+        before()
+        out = call()
+        timing.wait()
+        setup = time.perf_counter() - began
+        if not bool(out.float().isfinite().all()):
+            raise check.CheckError(f"{plan}: the outcome must be finite")
+        found, host = timing.wall(call, calls=calls, samples=samples, before=before)
+        before()
+        self._write(plan, base, ratio, found, host, setup, call)
+
+    def _add_host_us(self) -> float:
+        """How fast this host is, and how busy: what ``torch.add`` into a small tensor costs it."""
+        x = torch.ones(4, device=runtime.DEVICE)
+        y = torch.empty_like(x)
+        return timing.host_us(lambda: torch.add(x, 1, out=y))
+
+    def _token_times(self, plan: Plan, base: Any) -> tuple[timing.Timing, float]:
+        """Of a new token of ``generate``: what :data:`ROOM` more of them take; and the seconds of the first generation."""
+        new = ROOM if runtime.DEVICE.type == "cuda" else 2
+        try:
+            timing.wait()
+            began = time.perf_counter()
+            generate = _generate_task(base, plan.batch, self.tokens, plan.graph)
+            generate(new)
+            timing.wait()
+            setup = time.perf_counter() - began
+            once, many = (timing.wall(functools.partial(generate, n), samples=self.samples)[0] for n in (1, new))
+        finally:  # as the model was
+            for name in ("get_compiled_call", "_compiled_call"):
+                base.__dict__.pop(name, None)
+            base.generation_config.cache_implementation = base.generation_config.max_cache_len = None
+        more = new - 1
+        found = timing.Timing(
+            (many.ms - once.ms) / more, (many.p20 - once.p80) / more, (many.p80 - once.p20) / more, many.samples
+        )
+        return found, setup
+
+    def _write(
+        self,
+        plan: Plan,
+        base: Any,
+        ratio: float,
+        found: timing.Timing,
+        host: float,
+        setup: float,
+        call: Callable[[], Any] | None = None,
+    ) -> None:
+        """The row, and by the profiler the parts of ``call``."""
+        peak = torch.cuda.max_memory_allocated() / 2**20 if runtime.DEVICE.type == "cuda" else math.nan
+        layers = base.config.num_hidden_layers
+        sizes = None if plan.model == "GPT-2" else Sizes.of(base.config)
+        gb, gflop = _figures(plan, sizes, self.tokens)
+        shape = plan.shape(layers, self.tokens)
+        row = {
+            "op": STEM, "mode": plan.mode, "provider": plan.provider, "dtype": "bfloat16", "shape": shape,
+            "x_name": "batch", "x": str(plan.batch), "ms": f"{found.ms:.5g}", "ms_p20": f"{found.p20:.5g}",
+            "ms_p80": f"{found.p80:.5g}", "gbytes": f"{gb:.6g}", "gflop": f"{gflop:.6g}", "peak_mib": f"{peak:.6g}",
+            "err_ratio": f"{ratio:.3g}", "host_us": f"{host:.4g}", "gpus": "1",
+            "add_host_us": f"{self._add_host_us():.3g}", "setup_s": f"{setup:.3g}",
+            "peer": "" if record.is_ours(plan.provider) else baselines.peer_version(plan.provider, BENCH.baselines),
+        }  # fmt: skip
+        table = pd.DataFrame([{**self.about, **row}], columns=list(COLUMNS))
+        record.write_results(self.folder / f"{plan.stem}.csv", table)
+        shown = {
+            "ms": found.ms,
+            "tokens/s": 1e3 * self._tokens_of(plan) / found.ms,
+            "GiB": peak / 1024,
+            "host ms": host / 1e3,
+            "set-up s": setup,
+        }
+        if runtime.DEVICE.type == "cuda" and call is not None and plan.stem == STEM:
+            parts = _profile(call, found.ms)
+            shown["idle"] = parts["none"][0] / found.ms
+            rows = [
+                {"provider": plan.provider, "shape": shape, "batch": str(plan.batch), "part": part,
+                 "part_ms": f"{ms:.4g}", "launches": f"{count:g}", **self.about}
+                for part, (ms, count) in parts.items()
+            ]  # fmt: skip
+            record.write_results(self.folder / f"{PARTS_STEM}.csv", pd.DataFrame(rows), key=PARTS_KEY)
+        print(f"{plan}: " + ", ".join(f"{name} {value:.4g}" for name, value in shown.items()), flush=True)
+
+    def _tokens_of(self, plan: Plan) -> int:
+        return plan.batch * (1 if plan.task in ONE_TOKEN else self.tokens)
+
+
+# --- correctness ----------------------------------------------------------------------------------------------------
+
+
+def error_ratio(name: str, provider: str) -> float:
+    """The worst error of a provider's logits and gradients over plain PyTorch's, on a tiny model in float32.
+
+    The truth is transformers' own eager model in float64, on the weights that the experts stand for.
+
+    Raises:
+        check.CheckError: the provider is one of ours, and not correct.
+    """
+    plan = Plan(name, provider, "prefill")
+    config = configuration(name, 2, tiny=True)
+    config.initializer_range = 0.2  # weak weights would make every block look the same
+    if plan.kind == "bitsandbytes" and runtime.DEVICE.type != "cuda":
+        return math.nan
+    with timing.allow_tf32(False):  # float32 products in float32: a tiny model is to route its tokens as float64 does
+        model = build(config, plan.kind, dtype=torch.float32)
+        if provider == "kernelbook:all":
+            _quantize_linears(model)
+        plain = _plain_copy(config, model)
+        embeddings = torch.randn(2, 16, config.hidden_size, device=runtime.DEVICE)
+        upstream = torch.randn(2, 16, config.vocab_size, device=runtime.DEVICE)
+
+        def outputs(of: Any, dtype: torch.dtype) -> list[torch.Tensor]:
+            given = embeddings.to(dtype, copy=True).requires_grad_()
+            logits = of(inputs_embeds=given, use_cache=False).logits
+            (logits * upstream.to(dtype)).sum().backward()
+            assert given.grad is not None
+            return [logits.detach(), given.grad]
+
+        baseline = outputs(plain, torch.float32)
+        truth = outputs(copy.deepcopy(plain).double(), torch.float64)
+        with _running(model, provider):
+            ours = outputs(model, torch.float32)
+    worst = 0.0
+    for i, (out, ref, base) in enumerate(zip(ours, truth, baseline, strict=True)):
+        factor = check.GRADIENT_FACTOR if i else check.FORWARD_FACTOR
+        verdict = check.compare(f"{name} {provider} {('logits', 'dembeddings')[i]}", out, ref, base, factor=factor)
+        if provider.startswith("kernelbook"):
+            verdict.require()
+        worst = max(worst, verdict.ratio)
+    return worst
+
+
+def _plain_copy(config: Any, model: Any) -> Any:
+    """transformers' own eager model with the dense weights that ``model`` stands for."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device(runtime.DEVICE):
+        plain: Any = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
+    for name, module in plain.named_modules():
+        theirs = model.get_submodule(name)
+        for own, parameter in module._parameters.items():
+            if parameter is not None:
+                parameter.data.copy_(getattr(theirs, own))
+                parameter.requires_grad_(False)
+    if hasattr(plain, "set_experts_implementation") and name_of_experts(plain):
+        plain.set_experts_implementation("eager")
+    plain.set_attn_implementation("eager")
+    return plain.eval()
+
+
+def name_of_experts(model: Any) -> bool:
+    """Whether the model has experts on transformers' interface."""
+    from kernelbook.interop import transformers as interop
+
+    return any(True for _ in interop.expert_modules(model))
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+
+def bench(
+    folder: Path,
+    *,
+    layers: int | None = None,
+    select: str | None = None,
+    seconds: float = math.inf,
+    tokens: int = PROMPT,
+    samples: int = 5,
+    tiny: bool = False,
+    wanted: Sequence[Plan] | None = None,
+) -> int:
+    """Measures and writes ``folder/whole_model.csv`` and ``whole_model_parts.csv``; 1 where a result of ours was wrong.
+
+    Args:
+        layers: of each model (all); a smaller number for a smaller card.
+        select: only those in whose description this regular expression finds something.
+        seconds: begin nothing new after so long.
+        tokens: of a prompt, a context and a sequence. samples: of each time. tiny: small widths, for tests.
+        wanted: what to measure instead of :func:`plans`.
+    """
+    began = time.perf_counter()
+    for note in BENCH.missing():
+        print(f"left out: {note}")
+    session = _Session(folder, layers, tokens, samples, tiny)
+    if runtime.DEVICE.type == "cuda":
+        session.record_ceilings()
+    failures: list[str] = []
+    left: list[str] = []
+    for plan in plans() if wanted is None else wanted:
+        if not re.search(select or "", str(plan)):
+            continue
+        if time.perf_counter() - began > seconds:
+            left.append(str(plan))
+            continue
+        try:
+            session.run(plan)
+        except torch.OutOfMemoryError:
+            print(f"left out, too little GPU memory: {plan}", flush=True)
+            session.drop()
+        except Exception as error:  # one measurement is lost, not the run
+            ours = plan.provider.startswith("kernelbook")
+            (failures if ours else left).append(f"{plan}: {type(error).__name__}: {str(error)[:300]}")
+            print(f"NOT RECORDED: {plan}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+            session.drop()
+    session.drop()
+    if left:
+        print(tabulate([[line] for line in left], headers=["not measured"]))
+    return 1 if failures else 0
+
+
+BENCH = Bench(
+    name="whole_model",
+    keys={PARTS_STEM: PARTS_KEY},
+    baselines=dict.fromkeys(("torch", "grouped_mm", "batched_mm"), "transformers") | {"bitsandbytes": "bitsandbytes"},
+    needs={"transformers": "everything", "peft": "every step"},
+    left_out=(
+        "steps of bitsandbytes (PEFT 0.21 cannot put LoRA on experts in its 4 bits)",
+        "axolotl (its kernels try hundreds of tiles for each size, which takes minutes; one layer of it: bench moe_block)",
+        "Unsloth (its kernels come as patches of whole models from a hub, not for a model that is there)",
+    ),
+    run=bench,
+    options=("select", "layers"),
+)

@@ -1,0 +1,61 @@
+"""Builds the archives of a release into dist, and tries each one in an empty environment.
+
+    python tools/release.py 0.2.0
+
+The version must be the package's and the one in CITATION.cff, and CHANGELOG.md must have a section for it, which becomes
+dist/notes.md. Both archives are installed with what they ask for, in an environment of their own, and the doctor runs there.
+"""
+
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+DIST = ROOT / "dist"
+
+
+def notes(version: str) -> str:
+    """Return the changelog's section of a version; raise SystemExit where a file names another one, or none."""
+    for name, pattern in (
+        ("src/kernelbook/__init__.py", r'__version__ = "(.+)"'),
+        ("CITATION.cff", r"(?m)^version: (.+)$"),
+    ):
+        found = re.search(pattern, (ROOT / name).read_text(encoding="utf-8"))
+        if found is None or found[1] != version:
+            raise SystemExit(f"release: the version in {name} must be {version}, got {found and found[1]}")
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    section = re.search(rf"(?ms)^## \[?{re.escape(version)}\b[^\n]*\n(.*?)(?=^## |\Z)", text)
+    if section is None:
+        raise SystemExit(f"release: CHANGELOG.md must have a section '## {version}'")
+    return section[1].strip() + "\n"
+
+
+def try_archive(archive: Path) -> None:
+    """Install an archive into an empty environment, away from the sources, and run the doctor there."""
+    with tempfile.TemporaryDirectory() as folder:
+        venv.create(folder, with_pip=True)
+        python = str(Path(folder, "bin", "python"))
+        subprocess.run([python, "-m", "pip", "install", "--quiet", str(archive)], check=True, cwd=folder)
+        subprocess.run([python, "-m", "kernelbook", "doctor"], check=True, cwd=folder)
+
+
+def main(arguments: list[str]) -> int:
+    if len(arguments) != 1:
+        raise SystemExit("release: one argument is expected, the version, such as 0.2.0")
+    text = notes(arguments[0])
+    shutil.rmtree(DIST, ignore_errors=True)
+    subprocess.run([sys.executable, "-m", "build", "--outdir", str(DIST)], check=True, cwd=ROOT)
+    archives = sorted(DIST.iterdir())
+    subprocess.run([sys.executable, "-m", "twine", "check", "--strict", *map(str, archives)], check=True)
+    for archive in archives:
+        try_archive(archive)
+    (DIST / "notes.md").write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
