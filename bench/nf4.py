@@ -1,11 +1,11 @@
-"""What is measured for nf4: dequantizing 1 to 256 of 256 experts, plain and double, and multiplying by one expert.
+"""What is measured for nf4: dequantizing 1 to 256 of 256 experts, plain and double, and multiplying by one expert or matrix.
 
 Providers: ``bitsandbytes`` dequantizes all experts, whatever is asked for; ``gather_bitsandbytes`` gathers the bytes and
 absmax of the active experts first and dequantizes these. For a product ``bitsandbytes`` is its ``matmul_4bit``, and
 ``kernelbook:dequantize`` is what ``nf4_matmul`` saves: the expert dequantized, then PyTorch's product. Where bitsandbytes
 is not installed its rows are left out. ``axolotl`` chooses among experts as we do: bitsandbytes' scales, then a kernel of
 its own. ``torchao`` packs in a format of its own (whose scales are always nested, and lose more), without a choice of
-experts, so only the active ones are packed.
+experts, so only the active ones are packed. ``humming`` multiplies by MXFP4, stored in an order of its own.
 
 A product's floor is ``read_rows``, a kernel that reads the matrix' bytes and scales and does nothing else; ``dense`` is
 PyTorch's product with the same matrix in bfloat16.
@@ -14,6 +14,7 @@ Two of PyTorch's own operations are measured beside, for scale: ``copy_`` moves 
 half of them read, and ``fill_`` writes the output alone. Neither is a lower bound.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -26,11 +27,18 @@ from kernelbook import check, runtime
 from kernelbook.lab.timing import Case, Problem
 from kernelbook.nf4.op import NF4Tensor, nf4_dequantize, nf4_matmul, nf4_quantize
 from kernelbook.nf4.reference import nested_absmax_reference, nf4_dequantize_reference
+from kernelbook.packed.fp4 import fp4_quantize
 
 __all__ = ["BENCH", "cases", "host_calls"]
 
 EXPERTS, ROWS, COLS, BLOCK_SIZE = 256, 1024, 2048, 64
 ACTIVE = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+MATRICES, TOKENS = ((14336, 4096), (4096, 14336)), (1, 4, 8, 16, 32, 64, 128, 512, 2048)
+BITS = {
+    "nf4": 4 + 32 / BLOCK_SIZE,
+    "mxfp4": 4 + 8 / 32,
+    "nvfp4": 4 + 8 / 16,
+}  # of an element, with its share of a scale
 # Elements of an expert. axolotl's kernel has a program for each 1,024 of them, in the grid's second dimension, where CUDA
 # takes 65,535: a launch beyond is an "invalid argument".
 MOST_OF_AXOLOTL = 65_535 * 1_024
@@ -186,6 +194,53 @@ def _matmul_case(shape: tuple[int, int, int], tokens: int, block_size: int, doub
     )
 
 
+def _humming(w: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Humming's layer of a matrix that MXFP4 holds exactly."""
+    from humming.layer import HummingLayer
+
+    config = {"dtype": "float4e2m1", "scale_dtype": "float8e8m0", "group_size": 32}
+    layer = HummingLayer(shape_n=w.shape[0], shape_k=w.shape[1], weight_config=config, torch_dtype=w.dtype).cuda()
+    layer.load_from_unquantized(w)
+    layer.transform()
+    return layer
+
+
+def _format_problem(format: str, shape: tuple[int, int], tokens: int) -> Problem:
+    dtype = torch.bfloat16
+    w = torch.randn(1, *shape, dtype=dtype, device=runtime.DEVICE)
+    q = nf4_quantize(w, block_size=BLOCK_SIZE) if format == "nf4" else fp4_quantize(w, format=format)
+    x = torch.randn(tokens, shape[1], dtype=dtype, device=runtime.DEVICE)
+    dense = nf4_dequantize(q, dtype=dtype)[0]
+    providers: dict[str, Callable[[], Any]] = {
+        "kernelbook": lambda: [nf4_matmul(x, q, 0)],
+        "dense": lambda: [x @ dense.t()],
+    }
+    if format == "mxfp4" and baselines.has("humming") and runtime.DEVICE.type == "cuda":
+        layer = _humming(dense)
+        providers["humming"] = lambda: [layer(x)]
+    return Problem(
+        providers=providers,
+        truth=lambda: [x.double() @ q.as_float64()[0].t()],
+        baseline=lambda: [x @ dense.t()],
+        factor=check.FORWARD_FACTOR,
+    )
+
+
+def _format_case(format: str, shape: tuple[int, int], tokens: int) -> Case:
+    rows, cols = shape
+    return Case(
+        op="nf4_matmul",
+        mode="forward",
+        dtype=torch.bfloat16,
+        shape={"E": 1, "rows": rows, "cols": cols, "format": format},
+        x_name="tokens",
+        x=tokens,
+        gbytes=(rows * cols * BITS[format] / 8 + tokens * (rows + cols) * 2) / 1e9,
+        gflop=2 * tokens * rows * cols / 1e9,
+        build=lambda: _format_problem(format, shape, tokens),
+    )
+
+
 def _read_problem(bytes_: int) -> Problem:
     rows = torch.randint(256, (bytes_ // 4096, 4096), dtype=torch.uint8, device=runtime.DEVICE)
 
@@ -241,7 +296,7 @@ def _plain_case(op: str, shape: tuple[int, int, int], active: int, block_size: i
 
 
 def cases() -> Iterator[Case]:
-    """The rows of the book's figures: 1 to 256 active experts of 256, plain and double; one expert at decode sizes."""
+    """The rows of the book's figures: 1 to 256 active experts of 256, plain and double; one expert at decode sizes; formats."""
     for op in ("copy_", "fill_"):
         for active in ACTIVE:
             yield _plain_case(op, (EXPERTS, ROWS, COLS), active, BLOCK_SIZE)
@@ -252,6 +307,8 @@ def cases() -> Iterator[Case]:
             yield _read_case((8, rows, cols), BLOCK_SIZE, double_quant)
             for tokens in (1, 2, 4, 8, 16, 32, 64):
                 yield _matmul_case((8, rows, cols), tokens, BLOCK_SIZE, double_quant)
+    for shape, tokens, format in itertools.product(MATRICES, TOKENS, BITS):
+        yield _format_case(format, shape, tokens)
 
 
 def models() -> Iterator[Case]:
@@ -286,6 +343,7 @@ BENCH = Bench(
         "gather_bitsandbytes": "bitsandbytes",
         "axolotl": "axolotl",
         "torchao": "torchao",
+        "humming": "humming-kernels",
     },
     left_out=(f"axolotl for experts of more than {MOST_OF_AXOLOTL:,} elements (its launch grid is too large)",),
     cases=cases,

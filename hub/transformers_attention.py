@@ -48,7 +48,7 @@ def attention_forward(
             f"more than causal, got {type(others[name]).__name__}"
         )
     n, s = query.shape[2], key.shape[2]
-    mask = boolean_mask(attention_mask, n, s)
+    mask = boolean_mask(attention_mask, query.shape[0], n, s)
     causal = mask is None and n > 1 and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     grouped = key.shape[1] != query.shape[1]
     out = F.scaled_dot_product_attention(query, key, value, mask, dropout, causal, scale=scaling, enable_gqa=grouped)

@@ -9,19 +9,12 @@ import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
-from kernelbook.attention import kernels_hopper, kernels_hopper_128
+from kernelbook.attention import kernels_hopper
 from kernelbook.lab.gluon_memory import GluonError, Program, make_tensor
-from kernelbook.packed import kernels, kernels_nvidia
+from kernelbook.packed import kernels
 
 # A matrix has fewer than 2^31 elements (``products.plan``), and they are counted from its first one; strides that ``op`` checks.
-BOUNDED = {
-    "_one_matrix_kernel": ("N", "K", "groups", "stride_xm"),
-    "_some_rows_kernel": ("N", "K", "stride_xm"),
-}
-
-
-def bounded(kernel: str) -> Sequence[str]:
-    return BOUNDED.get(kernel, ("N", "K"))
+BOUNDED = ("N", "K")
 
 
 def _words(tables: Sequence[np.ndarray], words: np.ndarray) -> list[np.ndarray]:
@@ -45,10 +38,6 @@ def _int32(bits: np.ndarray) -> np.ndarray:
     return (bits & 0xFFFFFFFF).astype(np.uint32).view(np.int32)
 
 
-def _decode(word: np.ndarray, _first: np.ndarray, _second: np.ndarray, *tables: np.ndarray) -> list[np.ndarray]:
-    return [_int32(p) for p in _words(tables, word)]
-
-
 def _decode_scaled(word: np.ndarray, first: np.ndarray, second: np.ndarray, *tables: np.ndarray) -> list[np.ndarray]:
     def half(bits: np.ndarray, h: int) -> np.ndarray:
         return (np.asarray(bits).astype(np.int64) >> 16 * h & 0xFFFF).astype(np.uint16).view(np.float16).astype(float)
@@ -64,6 +53,13 @@ def _decode_scaled(word: np.ndarray, first: np.ndarray, second: np.ndarray, *tab
     return pairs
 
 
+def _e2m1(word: np.ndarray, first: np.ndarray, second: Any = 0) -> list[np.ndarray]:
+    magnitudes = np.array((0, 0.5, 1, 1.5, 2, 3, 4, 6), np.float16)
+    bits = np.concatenate([magnitudes, -magnitudes]).view(np.uint16).astype(np.int64)
+    tables = [sum((bits[4 * i + j] >> shift & 0xFF) << 8 * j for j in range(4)) for shift in (0, 8) for i in range(4)]
+    return _decode_scaled(word, first, second, *(np.asarray(t) for t in tables))
+
+
 def _table(*values: np.ndarray) -> list[np.ndarray]:
     *code, scale = values
     bits = [(c * scale).astype(np.float32).astype(np.float16).view(np.uint16).astype(np.int64) for c in code]
@@ -74,29 +70,12 @@ def _table(*values: np.ndarray) -> list[np.ndarray]:
     ]
 
 
-def _fill(pair: np.ndarray, byte: np.ndarray, begin: np.ndarray) -> list[np.ndarray]:
-    program, table = Program.current, np.full(256, -1, np.int32)
-    table[byte] = pair
-    program.at_barrier.append(lambda: program.notes.update(pairs=table))
-    return [pair]
-
-
-def _look_up(word: np.ndarray, begin: np.ndarray) -> list[np.ndarray]:
-    pairs = Program.current.notes.get("pairs")
-    if pairs is None:
-        raise GluonError("read too early", "the table of pairs is read before the threads that fill it have met")
-    return [pairs[(word.astype(np.int64) >> 8 * i) & 0xFF] for i in range(4)]
-
-
 def _ask(counter: Any) -> Any:
     """Programs run one after the other: what a counter is not yet, it never becomes."""
-    program, asked = Program.current, counter.handle.data.item()
-    here = program.here.notes
+    here, asked = Program.current.here.notes, counter.handle.data.item()
     if here.get("asked", 0) == asked:
         raise GluonError("deadlock", "a program waits for a turn that nobody will pass on to it")
-    here["asked"], here["ordered"] = asked, False
-    if _is_ordered not in program.at_store:
-        program.at_store.append(_is_ordered)
+    here["asked"] = asked
     return tl.atomic_add(counter, 0, sem="acquire", _semantic=interpreter.interpreter_semantic)
 
 
@@ -107,31 +86,18 @@ def _pass(counter: Any, turn: Any) -> Any:
     return tl.atomic_xchg(counter, turn, sem="release", _semantic=interpreter.interpreter_semantic)
 
 
-def _is_ordered() -> None:
-    if not Program.current.here.notes.get("ordered", True):
-        raise GluonError("missing fence", "what the last program has written may come after what is added to it")
-
-
-def _before_tma(_counter: Any) -> None:
-    Program.current.here.notes["ordered"] = True
-
-
 _TURNS: dict[str, Callable[..., Any]] = {
     kernels_hopper.ASK.value: _ask,
     kernels_hopper.PASS.value: _pass,
-    kernels_hopper_128.BEFORE_TMA.value: _before_tma,
-    kernels_hopper_128.PASS_WRITTEN.value: _pass,
 }
 
 
 _ASSEMBLY: dict[str, Callable[..., list[np.ndarray]]] = {
-    kernels.DECODE.value: _decode,
+    kernels.E2M1_FP16.value: _e2m1,
+    kernels.E2M1_BY_POWER_FP16.value: _e2m1,
     kernels.DECODE_FP16.value: _decode_scaled,
     kernels.TABLE_FP16.value: _table,
     kernels.LOOKUP.value: lambda words, *tables: [_int32(p) for p in _words(tables, words)],
-    kernels_nvidia.PAIRS.value: lambda program: [np.zeros_like(program)],
-    kernels_nvidia.FILL.value: _fill,
-    kernels_nvidia.LOOK_UP.value: _look_up,
 }
 
 
@@ -141,7 +107,5 @@ def assembly(asm: str, args: Sequence[Any], dtype: Any) -> Any:
         return _TURNS[asm](*args)
     data = np.broadcast_arrays(*(arg.handle.data for arg in args))
     layout = next((arg.type.layout for arg in args if arg.type.is_block()), False)
-    if "bar.warp.sync" in asm:
-        return None
     found = [make_tensor(d, tl.int32, layout) for d in _ASSEMBLY[asm](*data)]
     return tuple(found) if isinstance(dtype, tuple) else found[0]

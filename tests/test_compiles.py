@@ -440,17 +440,9 @@ SPILLS_ALLOWED = {
         640,
         "float32 at 128 features: exact products take each operand twice.",
     ),
-    ("_flash_attention_bwd_dkdv_hopper_kernel", "sm_90"): (
-        32,
-        "128 features: four registers outside the loop; with smaller tiles tensor cores would wait for shared memory.",
-    ),
     ("_flash_attention_bwd_hopper_kernel", "sm_90"): (
-        16,
-        "Up to four registers, of the code that hands each warpgroup its part.",
-    ),
-    ("_flash_attention_bwd_128_hopper_kernel", "sm_90"): (
-        16,
-        "Up to four registers outside the loops.",
+        32,
+        "Up to four registers outside the loops; with smaller tiles tensor cores would wait for shared memory.",
     ),
     ("_flash_attention_fwd_hopper_kernel", "sm_90"): (
         32,
@@ -556,10 +548,6 @@ SPILLS_ALLOWED = {
         8,
         "float64: two registers, in a kernel that copies rows.",
     ),
-    ("_one_matrix_kernel", "sm_90"): (
-        24,
-        "Up to six registers, so that a program of sixteen warps fits a multiprocessor: double quantization and sixteen tokens.",
-    ),
     ("_moe_lora_fwd_rows_kernel", "sm_90"): (
         8,
         "Experts in 4 bits and float32: two registers.",
@@ -609,7 +597,7 @@ BY_CUBLAS = {
 def _kernels(room: str, target: str) -> set[str]:
     """The names of the kernels that a room has for a GPU, by reading its kernels.py (and kernels_*.py)."""
     names = {"kernels.py", "kernels_decode.py", "kernels_same_bits.py"} | (
-        {"kernels_hopper.py", "kernels_hopper_128.py"} if target == "sm_90" else set()
+        {"kernels_hopper.py"} if target == "sm_90" else set()
     )
     paths = [path for path in (SRC / room).glob("kernels*.py") if path.name in names]
     if room == "moe_lora" and target == "sm_90":  # experts in 4 bits

@@ -25,7 +25,7 @@ from kernelbook.packed import products
 if not (runtime.INTERPRET and triton.__version__.startswith(("3.6.", "3.7."))):
     pytest.skip("needs the interpreter of Triton 3.6 or 3.7", allow_module_level=True)
 
-from gluon_assembly import assembly, bounded
+from gluon_assembly import BOUNDED, assembly
 
 from kernelbook.lab.gluon import interpreted
 
@@ -43,16 +43,16 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[products.Plan | N
         return made[-1]
 
     monkeypatch.setattr(products, "plan", planned)
-    for name in ("PACKED_ROWS", "PACKED_ELEMENTS", "SOME_ELEMENTS"):
+    for name in ("PACKED_ELEMENTS", "SOME_ELEMENTS"):
         monkeypatch.setattr(nf4_kernels, name, 0)
     operators.forget_plans()
-    with interpreted(assembly=assembly, any_tile=True, bounded=bounded):
+    with interpreted(assembly=assembly, any_tile=True, bounded=lambda _: BOUNDED):
         yield made
     operators.forget_plans()
 
 
 def _packed(kind: str, *shape: int) -> kb.NF4Tensor:
-    if kind == "nvfp4":
+    if kind in ("mxfp4", "nvfp4"):
         return kb.fp4_quantize(randn(*shape), format=kind)
     return kb.nf4_quantize(randn(*shape), block_size=int(kind.split()[0]), double_quant="double" in kind)
 
@@ -93,14 +93,19 @@ def _were(kinds: set[str], made: list[products.Plan | None]) -> None:
         (6, "4096 double", (3, 40, 1088)),
         (5, "64", (1, 48, 4096)),
         (3, "32", (2, 40, 320)),
+        (3, "mxfp4", (2, 40, 2112)),
         (8, "nvfp4", (2, 40, 320)),
         (13, "4096 double", (3, 40, 1088)),
         (13, "64", (1, 48, 4096)),
+        (13, "mxfp4", (2, 200, 320)),
         (20, "128 double", (2, 200, 320)),
         (29, "64 double", (2, 72, 1088)),
+        (29, "mxfp4", (2, 72, 1088)),
+        (20, "nvfp4", (2, 200, 320)),
         (64, "64", (2, 40, 1216)),
         (40, "64 double", (2, 72, 320)),
         (12, "32", (2, 40, 320)),
+        (270, "mxfp4", (2, 136, 128)),
     ),
     ids=str,
 )
@@ -119,13 +124,12 @@ def test_matrix(m: int, kind: str, shape: tuple[int, ...], launched: list[produc
         for nobody in (shape[0], shape[0] + 3, -1):
             with check.poisoned_empty():
                 assert (kb.nf4_matmul(x / 0, q, torch.tensor([nobody])) == 0).all()
-    few, more = ("gemv", "split_k") if q.block_size >= 64 else ("skinny", "gemm")
-    _were({few if m <= 8 else more}, launched)
+    _were({"skinny" if m <= products.SKINNY_ROWS_OF_ONE else "gemm"}, launched)
 
 
 @pytest.mark.parametrize(
     ("m", "step", "kind"),
-    ((7, 2**28, "gemv"), (7, 2**26 - 16, "gemv"), (13, 2**28, "split_k"), (40, 2**26 - 16, "split_k")),
+    ((7, 2**28, "skinny"), (7, 2**26 - 16, "skinny"), (20, 2**28, "gemm"), (40, 2**26 - 16, "gemm")),
 )
 def test_rows_far_apart(m: int, step: int, kind: str, launched: list[products.Plan | None]) -> None:
     """Rows of x whose numbers need 64 bits, and such that just do without."""
@@ -134,21 +138,14 @@ def test_rows_far_apart(m: int, step: int, kind: str, launched: list[products.Pl
     _were({kind}, launched)
 
 
-def test_sixteen_rows_of_a_larger_matrix(launched: list[products.Plan | None], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "GEMV_MORE_ELEMENTS", 0)
-    q, x = _packed("4096 double", 2, 40, 1088), randn(13, 1088, dtype=F16)
-    dense = kb.nf4_dequantize(q, dtype=torch.float32)[1].t()
-    _check(functools.partial(kb.nf4_matmul, q=q, expert=1), lambda x: x @ dense.to(x.dtype), {"x": x})
-    _were({"gemv"}, launched)
-
-
-def test_parts_of_k(launched: list[products.Plan | None]) -> None:
+def test_parts_of_k(launched: list[products.Plan | None], monkeypatch: pytest.MonkeyPatch) -> None:
     """The last program of a tile adds the parts up in their order, and leaves its counter zero: a second call has the same bits."""
+    monkeypatch.setattr(products, "split_of_k", lambda *_: 4)
     q, x = _packed("64 double", 1, 72, 2112), randn(20, 2112, dtype=F16)
     with check.poisoned_empty():
         assert torch.equal(kb.nf4_matmul(x, q, 0), kb.nf4_matmul(x, q, 0))
-    _were({"split_k"}, launched)
-    assert launched[-1] is not None and launched[-1].parts == 2
+    _were({"gemm"}, launched)
+    assert launched[-1] is not None and launched[-1].parts == 4
 
 
 def _ids(tokens: int, experts: int, skipped: bool = True) -> torch.Tensor:
@@ -165,9 +162,11 @@ EXPERTS = (
     ("32", 5, 40, 320, 0, True, False),
     ("4096 double", 9, 40, 1088, 0, False, False),
     ("nvfp4", 7, 40, 320, 0, True, False),
+    ("mxfp4", 7, 40, 320, 0, True, False),
     ("64", 32, 80, 320, 0, True, True),
     ("64 double", 20, 72, 1088, 20, True, False),
     ("32", 20, 80, 320, 0, False, True),
+    ("mxfp4", 20, 80, 320, 3, False, True),
     ("nvfp4", 16, 80, 320, 3, False, True),
     ("64 double", 70, 400, 64, 0, False, True),
     ("4096 double", 64, 80, 576, 80, True, True),
@@ -266,6 +265,7 @@ ATTENTION = (
     (128, False, 1, 4, 2, 90, 75, (16, 16, 2, 2, True)),
     (80, True, 2, 2, 2, 70, 70, (16, 16, 2, 3, True)),
     (80, False, 1, 4, 2, 40, 130, (16, 16, 2, 3, True)),
+    (96, True, 1, 4, 2, 100, 130, (16, 16, 2, 2, True)),
 )
 
 
@@ -275,13 +275,14 @@ def test_attention(problem: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) ->
     d, causal, b, h, h_kv, n, s, (rows, block_n, warpgroups, stages, overlap) = problem
     width = triton.next_power_of_2(d)
     blocks = {"BLOCK_D": width, "ROWS": rows, "STAGES": stages}
+    forward = blocks | {"BLOCK_N": block_n, "WARPGROUPS": warpgroups, "OVERLAP": overlap, "REST": 0}
     configs = {
-        "fwd": blocks | {"BLOCK_N": block_n, "WARPGROUPS": warpgroups, "OVERLAP": overlap},
-        "dkdv": blocks | {"BLOCK_M": 16},
+        "fwd": forward | ({"BLOCK_D": 64, "REST": d - 64} if 64 < d < 128 else {}),
+        "dkdv": blocks | {"BLOCK_M": 16, "DQ": False, "DS_STAGES": 0},
         "dq": blocks | {"BLOCK_N": block_n},
-        "bwd": blocks | {"BLOCK_M": 16, "DS_STAGES": 2},
+        "bwd": blocks | {"BLOCK_M": 16, "DQ": True, "DS_STAGES": 2},
     }
-    at_once = (d == 32 and s >= n) or (64 < d <= 128 and not (causal and h > h_kv))
+    at_once = d == 32 and s >= n
     launched = []
 
     def config(kernel: str, *_: Any) -> triton.Config:
@@ -290,9 +291,9 @@ def test_attention(problem: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) ->
         launched.append(kernel)
         return triton.Config(configs[kernel], num_warps=4)
 
-    def grid(num_blocks: int, heads: int, width: int, causal: bool, num_sms: int) -> tuple[int, bool]:
-        paired = causal and num_blocks % 2 == 0
-        return min(3, num_blocks * heads // (1 + paired)), paired  # programs that stay for several blocks
+    def grid(num_blocks: int, heads: int, width: int, causal: bool, num_sms: int) -> tuple[int, int]:
+        order = 1 + num_blocks % 2 if causal else 0
+        return min(3, num_blocks * heads // (1 + order % 2)), order  # programs that stay for several blocks
 
     monkeypatch.setattr(hopper, "config", config)
     monkeypatch.setattr(hopper, "forward_grid", grid)

@@ -152,7 +152,7 @@ def _tile_kernel(
     tile = load_tile(
         packed_ptr.to(tl.pointer_type(tl.int32)), absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr,
         code, None, matrix, row0, col0, rows, cols,
-        ROWS, COLS, BLOCK_SIZE, SCALE, 256, False, tl.float32,
+        ROWS, COLS, BLOCK_SIZE, SCALE, False, tl.float32,
     )  # fmt: skip
     tl.store(out_ptr + tl.arange(0, ROWS)[:, None] * COLS + tl.arange(0, COLS)[None, :], tile)
 

@@ -12,7 +12,7 @@ import re
 
 import pytest
 
-from kernelbook.attention import kernels_hopper, kernels_hopper_128
+from kernelbook.attention import kernels_hopper
 from kernelbook.lab.compiled import compile_calls
 
 STEP = """
@@ -47,14 +47,14 @@ def handshakes(ptx: str, line: int) -> list[str]:
 def kernels() -> list[tuple[str, str]]:
     """Names and PTX."""
     found = [(k.name, k.asm["ptx"]) for k in compile_calls(STEP, asm=("ptx",)) if "hopper" in k.name]
-    assert len({name for name, _ in found}) == 6
+    assert len(found) >= 6 and len({name for name, _ in found}) == 3
     return found
 
 
 def test_what_the_compiler_shares_is_behind_barriers(kernels: list[tuple[str, str]]) -> None:
-    modules = [inspect.getsource(module).splitlines() for module in (kernels_hopper, kernels_hopper_128)]
+    lines = inspect.getsource(kernels_hopper).splitlines()
     for name, ptx in kernels:
-        line = next(i for lines in modules for i, text in enumerate(lines, 1) if text.startswith(f"def {name}("))
+        line = next(i for i, text in enumerate(lines, 1) if text.startswith(f"def {name}("))
         order = handshakes(ptx, line)
         assert "st" in order and "ld" in order, (name, order)
         for kind in ("st", "ld"):
@@ -85,6 +85,8 @@ def test_warps_have_met_before_one_of_them_arrives(kernels: list[tuple[str, str]
 
 def test_a_missing_barrier_would_be_seen(kernels: list[tuple[str, str]]) -> None:
     blind = {name for name, ptx in kernels if unmet(re.sub(r"\bbar\.sync", "pass", ptx)) == 0}
-    assert not any("bwd_dkdv" in name for name in blind), blind  # the others leave nothing for each other but by TMA
+    assert not any(name.endswith("bwd_hopper_kernel") for name in blind), (
+        blind
+    )  # the others leave nothing for each other but by TMA
     ptx = ".loc 1 7\nst.shared.b32 [a], b;\nbarrier.sync \t1;\n.loc 1 8\nld.shared.b32 c, [a];\n.loc 1 7\nld.shared.b32 c, [a];"
     assert handshakes(ptx, 7) == ["st", "barrier", "ld"]

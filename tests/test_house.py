@@ -41,9 +41,7 @@ DOORS = {
 # A room may have further kernels, for one generation of GPUs or for one kind of call, behind the door of kernels.py, and more
 # of the host's part behind that of op.py.
 DOORS_THAT_MAY_BE = {
-    **dict.fromkeys(
-        ("kernels_hopper.py", "kernels_hopper_128.py", "kernels_decode.py", "kernels_same_bits.py"), DOORS["kernels.py"]
-    ),
+    **dict.fromkeys(("kernels_hopper.py", "kernels_decode.py", "kernels_same_bits.py"), DOORS["kernels.py"]),
     **dict.fromkeys(
         ("launches.py", "backward.py", "routing.py", "grouped.py", "lora.py", "pages.py", "packing.py"), DOORS["op.py"]
     ),
@@ -53,11 +51,10 @@ SHARED_BY_KERNELS = {"linear/kernels.py", "tiles.py", "packed/kernels.py", "pack
 OWN_MODULES = {
     "reference.py": set(),
     "kernels.py": set(),
-    "kernels_hopper.py": set(),
-    "kernels_hopper_128.py": {"kernels_hopper"},
+    "kernels_hopper.py": {"kernels"},
     "kernels_decode.py": {"kernels"},
     "kernels_same_bits.py": {"kernels", "kernels_decode"},
-    "launches.py": {"kernels", "kernels_hopper", "kernels_hopper_128"},
+    "launches.py": {"kernels", "kernels_hopper"},
     "backward.py": {"kernels", "launches"},
     "routing.py": {"kernels"},
     "grouped.py": {"kernels", "routing"},

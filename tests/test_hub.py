@@ -284,7 +284,8 @@ def test_attention_says_what_it_cannot_do(loaded: list[Any]) -> None:
     ):
         with pytest.raises(ValueError, match=f"attention_forward: {message}"):
             loaded[0].attention_forward(module, q, q, q, **{"attention_mask": None, **given})
-    ours, _ = loaded[0].attention_forward(module, q, q, q, None, sliding_window=9, position_ids=padding)
+    places = torch.arange(9, device=runtime.DEVICE).expand(2, -1)
+    ours, _ = loaded[0].attention_forward(module, q, q, q, None, sliding_window=9, position_ids=places)
     assert torch.equal(ours, loaded[0].flash_attention(q, q, q, causal=True).transpose(1, 2))
     ours, _ = loaded[0].attention_forward(module, q, q, q, None, s_aux=q[0, :, 0, 0], softcap=2.0)
     expected = kernelbook.flash_attention(q, q, q, causal=True, sinks=q[0, :, 0, 0], softcap=2.0)

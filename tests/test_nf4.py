@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import io
+import itertools
 import math
 import pickle
 import sys
@@ -336,51 +337,66 @@ def test_matmul_of_few_tokens_by_tensor_cores(shape, block_size, double_quant, d
 
 
 @pytest.mark.parametrize("sms", (16, 78, 114, 132))
-def test_rows_of_one_matrix_are_shared_evenly(sms):
-    """Every row is one program's and no program has more groups than warps for them; multiprocessors work equally long."""
-    warps, rows = products.GEMV["WARPS"], products.GEMV["ROWS"]
-    for n in (8, 1000, 1024, 4096, 5120, 14336, 18432, 28672, 151936):
-        parts, groups = products.gemv_split(n, sms)
-        tiles, programs = -(-n // rows), -(-n // (rows * groups))
-        assert 1 <= groups <= warps // parts and warps % parts == 0
-        assert (programs - 1) * groups < tiles <= programs * groups
-        rounds = -(-programs // sms)
-        assert rounds == max(1, -(-tiles // (warps // parts * sms)))  # no more than there have to be
-        assert parts == 1 or warps // (2 * parts) * sms < tiles or parts == warps
-        if tiles >= 4 * sms:
-            assert tiles > 0.8 * rounds * sms * groups
-
-
-@pytest.mark.parametrize("sms", (16, 78, 114, 132))
 def test_parts_of_k_fill_the_gpu(sms):
     """Twice as many would be more than two programs a multiprocessor, or shorter than a part may be."""
     for n, k in ((8, 64), (2048, 2048), (4096, 4096), (4096, 14336), (8192, 8192), (14336, 4096), (151936, 4096)):
-        parts, tiles = products.split_of_k(n, k, sms), -(-n // 64)
+        parts, tiles = products.split_of_k(n, k, sms), -(-n // products.GEMM_OF_ONE["BLOCK_N"])
         assert parts == 1 or (parts * tiles <= 2 * sms and parts * products.SPLIT_K_LEAST <= k)
         assert 2 * parts * tiles > 2 * sms or 2 * parts * products.SPLIT_K_LEAST > k
 
 
-@pytest.mark.skipif(not gluon_names.USABLE, reason="needs Gluon")
-def test_which_kernel_takes_a_single_matrix(monkeypatch):
-    """On an H100: few rows, some rows, full tiles where W has rows enough, and none where W is made dense."""
-    monkeypatch.setattr(products, "launcher", lambda kernel, **how: None)  # the interpreter has none for Gluon
-    properties = runtime.TARGETS["sm_90"]
+@pytest.fixture
+def plan_of_one(monkeypatch):
+    """Plans of a single matrix on an H200, of kernels that the interpreter has no launcher for."""
+    monkeypatch.setattr(products, "launcher", lambda kernel, **how: how)
 
-    def kind(m, n, k, block_size=64):
-        if not kernels.for_tensor_cores(m, n, k, block_size, properties):
-            return None
+    def plan(m, n, k, block_size, scale):
         how = {"rank": 0, "has_bias": False, "x_grouped": True, "y_grouped": True, "routed": False}
         return products.plan.__wrapped__(
-            m, (1, n, k), False, torch.bfloat16, block_size, True, **how, properties=properties
-        ).kind
+            m, (1, n, k), False, torch.bfloat16, block_size, scale, **how, properties=runtime.TARGETS["sm_90"]
+        )
 
-    for n, k in ((14336, 4096), (4096, 4096), (4096, 14336)):
-        few = "gemv" if n * k >= products.GEMV_MORE_ELEMENTS else "split_k"
-        assert [kind(m, n, k) for m in (1, 8, 9, 16, 17, 32)] == ["gemv", "gemv", few, few, "split_k", "split_k"]
-        assert [kind(m, n, k) for m in (33, 63, 64)] == ["split_k", "split_k", "gemm" if n > 4224 else "split_k"]
-        assert kind(65, n, k) is None and kind(9, n, k, 32) == (None if n < 4224 else "gemm")
-    assert [kind(m, 2048, 2048) for m in (8, 9, 64)] == [None, "split_k", "split_k"]
-    assert kind(16, 1024, 2048) is None
+    return plan
+
+
+KINDS_OF_SCALES = ((64, "float32"), (64, "nested"), (32, "e8m0"), (16, "e4m3"))
+
+
+@pytest.mark.skipif(not gluon_names.USABLE, reason="needs Gluon")
+def test_which_kernel_takes_a_single_matrix(plan_of_one):
+    """Few rows, one row of tiles, tiles that fill the GPU, and none where W is made dense."""
+
+    def kind(m, n, k, *format):
+        plan = plan_of_one(m, n, k, *format) if kernels.for_tensor_cores(m, n, k) else None
+        return plan and plan.kind
+
+    for format in KINDS_OF_SCALES:
+        more = None if format[1] == "e4m3" else "gemm"
+        for n, k in ((14336, 4096), (4096, 4096), (4096, 14336)):
+            assert [kind(m, n, k, *format) for m in (1, 8, 16)] == ["skinny"] * 3
+            assert [kind(m, n, k, *format) for m in (17, 64, 128)] == ["gemm"] * 3
+            assert [kind(m, n, k, *format) for m in (129, 512, 513)] == 2 * [more if n == 14336 else None] + [None]
+        assert [kind(m, 2048, 2048, *format) for m in (8, 9, 64)] == [None, "skinny", "gemm"]
+        assert kind(16, 1024, 2048, *format) is None
+
+
+@pytest.mark.skipif(not gluon_names.USABLE, reason="needs Gluon")
+def test_parts_of_k_have_one_row_of_tiles(plan_of_one):
+    """More rows than a tile has never share K: workspace and tickets are those of one row of tiles."""
+    shared = []
+    for format, m, n, k in itertools.product(
+        KINDS_OF_SCALES, (17, 64, 128, 129, 512), (1024, 4096, 14336), (2048, 14336)
+    ):
+        plan = plan_of_one(m, n, k, *format)
+        if plan is not None and plan.launch["SPLIT_K"] > 1:
+            assert m <= plan.height
+            shared.append(plan)
+    assert shared, "some do share K"
+    x, y = torch.zeros(shared[0].height + 1, 2048), torch.zeros(shared[0].height + 1, 1024)
+    code, none = torch.zeros(16), (None, None, None)
+    w = products.Matrices(torch.zeros(1024 * 1024, dtype=torch.uint8), code, code, none, 64, (1, 2048, 1024))
+    with pytest.raises(ValueError, match="parts of K are for one row of tiles, got 2"):
+        products.multiply_one(shared[0], x, w, 0, y)
 
 
 def test_matmul_takes_batches_and_nothing():
@@ -636,7 +652,7 @@ def test_offsets_are_64_bit(words, overflow_raises):
     )
     arguments = (q.packed, q.absmax, *nested, q.code, experts, 0, out)
     more = {"PREFETCH": "load"} if words else {}
-    kernel[(4,)](*arguments, 2**30, -(2**30), 1, True, True, 64, 256, **config.kwargs, **more)
+    kernel[(4,)](*arguments, 2**30, -(2**30), 1, True, 64, "nested", **config.kwargs, **more)
     assert bool((out == 0).all())
 
 
@@ -655,13 +671,13 @@ def test_a_peer_is_left_out_where_its_grid_is_too_large(rows: int, fits: bool, m
 
 
 def test_benchmark_cases_are_correct():
+    cases = [bench._format_case(format, (16, 256), 3) for format in bench.BITS]
     for double_quant in (False, True):
-        for case in (
-            bench._case((4, 64, 256), 2, 64, double_quant),
-            bench._matmul_case((2, 16, 256), 3, 64, double_quant),
-        ):
-            timing.error_ratios(case.build())  # which raises where ours is wrong
-    assert len(list(bench.cases())) == 68
+        cases.append(bench._case((4, 64, 256), 2, 64, double_quant))
+        cases.append(bench._matmul_case((2, 16, 256), 3, 64, double_quant))
+    for case in cases:
+        timing.error_ratios(case.build())  # which raises where ours is wrong
+    assert len(list(bench.cases())) == 68 + 3 * 2 * 9
     for call in bench.host_calls().values():
         call()
 
@@ -703,8 +719,11 @@ nf4_quantize(torch.zeros(2, 1024, dtype=torch.bfloat16))
         assert kernel.spill_bytes == 0, str(kernel)
         if "words" in kernel.name:
             assert "st.global.v4.b32" in kernel.asm["ptx"]
-        if kernel.constants.get("NESTED"):
-            assert "fma.rn.f32" not in kernel.asm["ptx"]
+        if kernel.constants.get("SCALE") == "nested":
+            fused = [line for line in kernel.asm["ptx"].splitlines() if "fma.rn.f32" in line]
+            assert all(line.rstrip(";").endswith("0f00000000") for line in fused), (
+                fused
+            )  # a product, with nothing added
 
 
 @pytest.mark.gpu

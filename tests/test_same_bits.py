@@ -151,7 +151,7 @@ def test_no_rule_looks_at_how_many_rows_there_are(target: str, monkeypatch: pyte
         for routed in (True, False):
             how = {"rank": 0, "has_bias": False, "x_grouped": False, "y_grouped": True, "routed": routed}
             found = [
-                products.plan.__wrapped__(m, (128, 1536, 2048), False, bf16, 64, False, **how, properties=p)
+                products.plan.__wrapped__(m, (128, 1536, 2048), False, bf16, 64, "float32", **how, properties=p)
                 for m in COUNTS
             ]
             assert len({None if plan is None else (plan.launch, plan.kind, plan.height) for plan in found}) == 1
@@ -159,8 +159,8 @@ def test_no_rule_looks_at_how_many_rows_there_are(target: str, monkeypatch: pyte
         for b, n, s in ((1, 1, 300), (64, 1, 300), (1, 16, 9000), (2, 2048, 2048), (1, 3, 64)):
             q, k = torch.empty(b, 8, n, 128, dtype=bf16), torch.empty(b, 2, s, 128, dtype=bf16)
             problem = launches.problem(q, k, None, None, True, None, None)
-            constants = attention.split_keys(problem, False).launch.constants
-            kept.add(tuple((name, value) for name, value in constants.items() if name not in ("SPLIT", "ROWS")))
+            constants = attention.split_keys(problem).launch.constants
+            kept.add(tuple((name, value) for name, value in constants.items() if name != "ROWS"))
             chosen = backward.choose_kernels(launches.with_tma(problem, True, (q, k), (q, k)))
             assert chosen.splits == 1 and chosen.dkdv.launch.kernel.__name__ == "_flash_attention_bwd_dkdv_kernel"
         assert len(kept) == 1

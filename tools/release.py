@@ -6,6 +6,7 @@ The version must be the package's and the one in CITATION.cff, and CHANGELOG.md 
 dist/notes.md. Both archives are installed with what they ask for, in an environment of their own, and the doctor runs there.
 """
 
+import argparse
 import re
 import shutil
 import subprocess
@@ -44,9 +45,9 @@ def try_archive(archive: Path) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    if len(arguments) != 1:
-        raise SystemExit("release: one argument is expected, the version, such as 0.2.0")
-    text = notes(arguments[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("version", help="such as 0.2.0")
+    text = notes(parser.parse_args(arguments).version)
     shutil.rmtree(DIST, ignore_errors=True)
     subprocess.run([sys.executable, "-m", "build", "--outdir", str(DIST)], check=True, cwd=ROOT)
     archives = sorted(DIST.iterdir())

@@ -8,11 +8,14 @@ from torch import Tensor
 
 from kernelbook.attention import kernels, launches
 from kernelbook.attention.launches import Problem, Tiles, is_readable, kernel_args, like, readable
-from kernelbook.launch import Block, Launch, block, cdiv, launcher
+from kernelbook.launch import Launch, cdiv, launcher
 from kernelbook.memory import counters, empty, tl_accumulator
 from kernelbook.operators import Op
 
 __all__ = ["attention_backward"]
+
+
+NO_DQ = (None,) * 7  # the arguments of a kernel for Hopper that say where dq goes, where it does not compute dq
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -21,14 +24,10 @@ class DqReduction:
 
     shape: tuple[int, int]  # of the sums
     counters: int
-    sums: Block | None = None  # None: by pointer, and it writes dq itself
-    round: Launch | None = None  # the sums, to dq
-    round_grid: tuple[int] = (0,)
 
     def kernel_args(self, dq: Tensor, sums: Tensor) -> tuple[Any, ...]:
         """dq, the sums and the counters as the kernel's arguments."""
-        to = (*kernel_args(None, dq), sums) if self.sums is None else kernel_args(self.sums, sums)
-        return *to, counters(self.counters, dq.device)
+        return *kernel_args(None, dq), sums, counters(self.counters, dq.device)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -45,18 +44,15 @@ def choose_kernels(p: Problem) -> GradientKernels:
         return at_once
     n_padded, splits, config = p.n, 1, launches.hopper_config("dkdv", p)
     if config is None:
-        # Of packed sequences by ordinary loads: tiles of queries that a sequence's end cuts are masked in registers, and spill.
-        loads = dataclasses.replace(p, tma_reads=p.tma_reads and not p.packed)
-        dkdv = launches.plain_tiles("dkdv", kernels._flash_attention_bwd_dkdv_kernel, loads, p.s, p.h_kv, p.n, n_padded)
+        dkdv = launches.plain_tiles("dkdv", kernels._flash_attention_bwd_dkdv_kernel, p, p.s, p.h_kv, p.n, n_padded)
     else:
         hopper = launches.kernels_hopper
         n_padded = cdiv(p.n, hopper.PADDING) * hopper.PADDING
         splits = hopper.parts(p.b * p.h_kv, p.s, p.group, p.d, p.properties.num_sms)
-        kernel, rows, heads = hopper._flash_attention_bwd_dkdv_hopper_kernel, 2 * config.kwargs["ROWS"], p.h_kv * splits
-        if config.kwargs["BLOCK_D"] > 128:
-            kernel, rows = hopper._flash_attention_bwd_dkdv_wide_hopper_kernel, config.kwargs["ROWS"]
+        kernel, heads = hopper._flash_attention_bwd_hopper_kernel, p.h_kv * splits
+        rows = config.kwargs["ROWS"] * (2 if config.kwargs["BLOCK_D"] <= 128 else 1)
         grid, sizes = cdiv(p.s, rows) * p.b * heads, (n_padded, launches.section(p, p.n, heads))
-        dkdv = launches.hopper_tiles(kernel, config, p, grid, sizes, PARTS=splits)
+        dkdv = launches.hopper_tiles(kernel, config, p, grid, sizes, D=p.d, PARTS=splits, RAGGED=False)
     config = launches.hopper_config("dq", p)
     if config is None:
         dq = launches.plain_tiles("dq", kernels._flash_attention_bwd_dq_kernel, p, p.n, p.h, p.s, n_padded)
@@ -72,31 +68,21 @@ def _all_gradients(p: Problem) -> GradientKernels | None:
     config = launches.hopper_config("bwd", p)
     if config is None:
         return None
-    hopper, hopper_128, num_sms = launches.kernels_hopper, launches.kernels_hopper_128, p.properties.num_sms
+    hopper, num_sms = launches.kernels_hopper, p.properties.num_sms
     block_m, block_n, width = config.kwargs["BLOCK_M"], 2 * config.kwargs["ROWS"], config.kwargs["BLOCK_D"]
     splits = hopper.parts(p.b * p.h_kv, p.s, p.group, p.d, num_sms)
     heads, members = p.b * p.h_kv * splits, p.group // splits
     fitting = kernels.section(p.n, heads, p.d, p.dtype.itemsize, True, p.properties)
-    section = hopper.all_gradients_section(heads, fitting, width, p.causal, num_sms)
-    # Causal wide heads that share a key head: two kernels were measured faster.
-    slower = width > 64 and p.causal and members > 1
-    if slower or not hopper.programs_wait_little(heads, p.n, p.s, members, p.causal, section, block_m, num_sms):
+    section = hopper.all_gradients_section(heads, fitting, p.causal, num_sms)
+    if not hopper.programs_wait_little(heads, p.n, p.s, members, p.causal, section, block_m, num_sms):
         return None
-    tiles, constants = p.b * p.h * cdiv(p.n, block_m), {"PARTS": splits, "RAGGED": not p.causal and p.s % block_n > 0}
-    if width <= 64:
-        kernel, constants["D"] = hopper._flash_attention_bwd_hopper_kernel, p.d
-        reduction = DqReduction((tiles, block_m * width), tiles)
-    else:
-        kernel, rounding = hopper_128._flash_attention_bwd_128_hopper_kernel, hopper_128.ROUND_CONFIG
-        half = block(block_m, width // 2, layout=launches.NVMMASharedLayout(128, 32, rank=2))
-        launch = launcher(
-            hopper_128._flash_attention_bwd_round_kernel, D=p.d, BLOCK_M=block_m, BLOCK_D=width,
-            **rounding.kwargs, num_warps=rounding.num_warps,
-        )  # fmt: skip
-        round_grid = (tiles * block_m // rounding.kwargs["ROWS"],)
-        reduction = DqReduction((tiles * block_m, width), 2 * tiles, half, launch, round_grid)
+    tiles = p.b * p.h * cdiv(p.n, block_m)
+    reduction = DqReduction((tiles, block_m * width), tiles)
     n_padded = cdiv(p.n, hopper.PADDING) * hopper.PADDING
-    dkdv = launches.hopper_tiles(kernel, config, p, cdiv(p.s, block_n) * heads, (n_padded, section), **constants)
+    dkdv = launches.hopper_tiles(
+        hopper._flash_attention_bwd_hopper_kernel, config, p, cdiv(p.s, block_n) * heads, (n_padded, section),
+        D=p.d, PARTS=splits, RAGGED=not p.causal and p.s % block_n > 0,
+    )  # fmt: skip
     return GradientKernels(dkdv, reduction, n_padded, splits)
 
 
@@ -172,10 +158,8 @@ def _run(
     if isinstance(to_dq, DqReduction):
         sums = empty(to_dq.shape, lse.dtype, q)
         launch(dkdv, *results, *to_dq.kernel_args(dq, sums))
-        if to_dq.round is not None:
-            to_dq.round(to_dq.round_grid, sums, dq, *dq.stride()[:3], h, n, scaling.gradients)
     else:
-        launch(dkdv, *results)
+        launch(dkdv, *results, *(NO_DQ if dkdv.window is None else ()))
         launch(to_dq, *kernel_args(to_dq.results, dq))
     if splits > 1:
         for result, parts in ((dk, to_dk), (dv, to_dv)):

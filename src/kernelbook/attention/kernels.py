@@ -246,6 +246,7 @@ def _seeing(
     """-> first, full, right, last: what queries see the keys from ``start_n`` on, in whole tiles but for ``last``.
 
     No query before ``first`` or from ``last`` on sees any of these keys; those from ``full`` to ``right`` see all of them.
+    Of packed sequences the end cuts no tile before ``right``.
     """
     diagonal = S - N
     first = 0
@@ -260,9 +261,11 @@ def _seeing(
         if WINDOW:
             last = tl.minimum(start_n + BLOCK_N - 1 - diagonal + window, last)
             right = tl.minimum(tl.maximum(start_n - diagonal + window, 0), N) // BLOCK_M * BLOCK_M
-    if PACKED:  # where keys of other sequences are in the tile, all is masked
-        full = tl.where((start_n >= 0) & (start_n + BLOCK_N <= S), full, last)
-        right = tl.minimum(right, N // BLOCK_M * BLOCK_M)  # behind the last query is another sequence
+    if PACKED:
+        whole = N // BLOCK_M * BLOCK_M  # behind the last query is another sequence
+        right = tl.minimum(right, whole)
+        # Where keys of other sequences are in the tile, all is masked.
+        full = tl.where((start_n >= 0) & (start_n + BLOCK_N <= S), tl.minimum(full, whole), whole)
     if WINDOW or PACKED:
         right = tl.maximum(right, full)
     return first, full, right, last
@@ -486,11 +489,11 @@ def _flash_attention_bwd_dkdv_steps(
     do, stride_dob, stride_doh, stride_don, stride_dod,
     lse_ptr, delta_ptr,  # of this head
     b, h, offs_n, first, last, diagonal, N, window, scale,
-    D: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr, BOXES: tl.constexpr,
+    D: tl.constexpr, MASKED: tl.constexpr, CUT: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr, BOXES: tl.constexpr,
     SOFTCAP: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The queries from ``first`` to ``last``; masked where a query does not see all of the keys."""
+    """The queries from ``first`` to ``last``; masked where a query does not see all of the keys. CUT: the last tile may be cut."""
     unit = 1.0 if SOFTCAP > 0.0 else scale
     for start in range(first, last, BLOCK_M):
         if not PACKED:
@@ -498,7 +501,7 @@ def _flash_attention_bwd_dkdv_steps(
         offs_m = start + tl.arange(0, BLOCK_M)
         q_tile = _rows(
             q, stride_qb, stride_qh, stride_qn, stride_qd, b, h, start, N,
-            D, MASKED or not PACKED, BOXES, BLOCK_M, BLOCK_D, PACKED,
+            D, CUT, BOXES, BLOCK_M, BLOCK_D, PACKED,
         )  # fmt: skip
         # Beyond the last query lse is +inf, so that probabilities there are zero.
         lse = tl.load(lse_ptr + offs_m, mask=offs_m < N, other=float("inf"))
@@ -515,7 +518,7 @@ def _flash_attention_bwd_dkdv_steps(
             p = tl.where(seen, p, 0.0)
         do_tile = _rows(
             do, stride_dob, stride_doh, stride_don, stride_dod, b, h, start, N,
-            D, MASKED or not PACKED, BOXES, BLOCK_M, BLOCK_D, PACKED,
+            D, CUT, BOXES, BLOCK_M, BLOCK_D, PACKED,
         )  # fmt: skip
         zeros = tl.zeros((v_tile.shape[0], BLOCK_M), ACC)
         dp = _dot(v_tile, do_tile.T, zeros, PRECISION)  # (BLOCK_N, BLOCK_M)
@@ -586,14 +589,14 @@ def _flash_attention_bwd_dkdv_kernel(
                     q, stride_qb, stride_qh, stride_qn, stride_qd, do, stride_dob, stride_doh, stride_don, stride_dod,
                     lse_ptr + rows, delta_ptr + rows, b, h,
                     first_query, begin + first, begin + tl.minimum(full, last), keys - queries, begin + queries, window, scale,
-                    D, True, PACKED, WINDOW, BOXES, SOFTCAP, ACC, PRECISION, BLOCK_M, BLOCK_D,
+                    D, True, not PACKED, PACKED, WINDOW, BOXES, SOFTCAP, ACC, PRECISION, BLOCK_M, BLOCK_D,
                 )  # fmt: skip
             dk, dv = _flash_attention_bwd_dkdv_steps(
                 dk, dv, k_tile, v_tile,
                 q, stride_qb, stride_qh, stride_qn, stride_qd, do, stride_dob, stride_doh, stride_don, stride_dod,
                 lse_ptr + rows, delta_ptr + rows, b, h,
                 first_query, begin + full, begin + tl.minimum(right, last), keys - queries, begin + queries, window, scale,
-                D, False, PACKED, WINDOW, BOXES, SOFTCAP, ACC, PRECISION, BLOCK_M, BLOCK_D,
+                D, False, not PACKED, PACKED, WINDOW, BOXES, SOFTCAP, ACC, PRECISION, BLOCK_M, BLOCK_D,
             )  # fmt: skip
             if WINDOW or PACKED:
                 dk, dv = _flash_attention_bwd_dkdv_steps(
@@ -601,7 +604,7 @@ def _flash_attention_bwd_dkdv_kernel(
                     q, stride_qb, stride_qh, stride_qn, stride_qd, do, stride_dob, stride_doh, stride_don, stride_dod,
                     lse_ptr + rows, delta_ptr + rows, b, h,
                     first_query, begin + right, begin + last, keys - queries, begin + queries, window, scale,
-                    D, True, PACKED, WINDOW, BOXES, SOFTCAP, ACC, PRECISION, BLOCK_M, BLOCK_D,
+                    D, True, True, PACKED, WINDOW, BOXES, SOFTCAP, ACC, PRECISION, BLOCK_M, BLOCK_D,
                 )  # fmt: skip
     if LENGTHS or PACKED:  # keys beyond the length were zeros, not out of sight; NaN may lie behind the last sequence
         there = (offs_n < length)[:, None]
@@ -776,6 +779,8 @@ HOPPER_TILES = {
         256: _Tiles(64, 32, 4, 2),
     },
 }
+# On Hopper, of dkdv for packed sequences: with 128 queries the loops for what is masked would spill at every step.
+PACKED_TILES = {64: _Tiles(64, 64, 4, 2)}
 # Elsewhere, and where ordinary loads take registers for addresses and masks: as large as fits into registers.
 TILES = {
     "fwd": {
@@ -848,11 +853,15 @@ def block_d(d: int) -> int:
     return max(16, triton.next_power_of_2(d))
 
 
-def config(kernel: str, d: int, itemsize: int, boxes: bool, properties: runtime.DeviceProperties) -> triton.Config:
+def config(
+    kernel: str, d: int, itemsize: int, boxes: bool, properties: runtime.DeviceProperties, packed: bool = False
+) -> triton.Config:
     """The tiles of ``kernel`` (one of :data:`KERNELS`) for head size ``d``, with as many stages as fit."""
     width = block_d(d)
     hopper = boxes and (properties.is_hopper or properties.is_interpreter)
     tiles = (HOPPER_TILES if hopper else TILES if properties.has_tensor_cores else FMA_TILES)[kernel][width]
+    if hopper and packed and kernel == "dkdv":
+        tiles = PACKED_TILES.get(width, tiles)
     if itemsize > 2:
         # The tensor cores take float32 from registers, three times over where it is to be exact: tiles are small.
         wide = kernel == "fwd" and itemsize == 4 and width <= 64 and boxes

@@ -22,9 +22,11 @@ Not handled: more rows than fit one tile read the keys again (from the L2 cache,
 
 import dataclasses
 import functools
+from typing import Any, NamedTuple
 
 from kernelbook import runtime  # before Triton, which it sets up
-from kernelbook.attention.kernels import _capped, _dot, _rows, _with_sink, block_d
+from kernelbook.attention.kernels import _capped, _rows, _with_sink, block_d
+from kernelbook.tiles import dot, is_last_share
 
 # isort: split
 import triton
@@ -33,74 +35,110 @@ import triton.language as tl
 # --- device helpers -------------------------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """The constants that a plan decides, as one argument of the kernel."""
+
+    PRECISION: str
+    PAGE: int  # slots of a page; 0: keys and values lie together
+    Q_LATE: bool  # whether queries are asked for with the keys
+    PIECES: int  # so many programs compute columns of one result
+    ROWS: int  # that a split keeps
+    LISTED: int  # pages whose numbers are held at a time
+    WHOLE: bool  # whether these are all pages of a sequence
+    NUM_SPLITS: int  # rounded up
+    MERGED: int  # splits that are merged at a time, in registers; 1: one after the other
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_D: int
+    STAGES: int
+
+    def mangle(self) -> str:
+        """Its part of the name of a device function that takes it."""
+        return "_".join(map(str, dataclasses.astuple(self)))
+
+
+class Rows(NamedTuple):
+    """Keys or values (B, H, S, D), or pages of them (P, H, PAGE, D)."""
+
+    ptr: Any
+    stride_b: Any  # or of pages
+    stride_h: Any
+    stride_n: Any
+    stride_d: Any
+
+
 @triton.jit
-def _page_rows(
-    x_ptr, stride_p, stride_h, stride_n, stride_d,  # (P, H_kv, PAGE, D)
-    page, slot, there, h,  # (BLOCK_N,) each, but for h
-    D: tl.constexpr, BLOCK_D: tl.constexpr,
+def _tile_of(
+    x, b, h, start, high,
+    page, there,  # (BLOCK_N,) each, if PAGE: the page of each key, and whether there is one
+    D: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The keys (or values) in ``slot`` of ``page``: (BLOCK_N, BLOCK_D), zeros where there is none."""
-    offs_d = tl.arange(0, BLOCK_D)
-    ptrs = (x_ptr + h.to(tl.int64) * stride_h) + page.to(tl.int64)[:, None] * stride_p
-    ptrs += slot.to(tl.int64)[:, None] * stride_n + offs_d.to(tl.int64)[None, :] * stride_d
-    mask = there[:, None]
-    if D != BLOCK_D:
-        mask = mask & (offs_d < D)[None, :]
-    return tl.load(ptrs, mask=mask, other=0.0)
+    """The keys (or values) from ``start`` on: (BLOCK_N, BLOCK_D), zeros from ``high`` on and where there is none."""
+    if PAGE:
+        offs_d = tl.arange(0, BLOCK_D)
+        slot = (start + tl.arange(0, BLOCK_N)) % PAGE
+        ptrs = (x.ptr + h.to(tl.int64) * x.stride_h) + page.to(tl.int64)[:, None] * x.stride_b
+        ptrs += slot.to(tl.int64)[:, None] * x.stride_n + offs_d.to(tl.int64)[None, :] * x.stride_d
+        mask = there[:, None]
+        if D != BLOCK_D:
+            mask = mask & (offs_d < D)[None, :]
+        tile = tl.load(ptrs, mask=mask, other=0.0)
+    else:
+        tile = _rows(
+            x.ptr, x.stride_b, x.stride_h, x.stride_n, x.stride_d, b, h, start, high,
+            D, True, False, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
+    return tile
 
 
 @triton.jit
-def _listed(table_ptr, stride_tb, stride_tp, b, first, last, P, LISTED: tl.constexpr):
+def _listed(table_ptr, stride_tb, b, first, last, P, LISTED: tl.constexpr):
     """The numbers of LISTED pages of sequence ``b`` from ``first`` on: -1 from ``last`` on, and of what is no page."""
     offs_p = first + tl.arange(0, LISTED)
-    table_ptrs = table_ptr + b.to(tl.int64) * stride_tb + offs_p.to(tl.int64) * stride_tp
-    listed = tl.load(table_ptrs, mask=offs_p < last, other=-1)
+    listed = tl.load(table_ptr + b.to(tl.int64) * stride_tb + offs_p, mask=offs_p < last, other=-1)
     return tl.where((listed >= 0) & (listed < P), listed, -1).to(tl.int32)
 
 
 @triton.jit
 def _decode_steps(
-    acc, l, m, q,  # (BLOCK_M, BLOCK_V), (BLOCK_M,) or (BLOCK_M, BLOCK_N), (BLOCK_M,), (BLOCK_M, BLOCK_D) unless Q_LATE
+    acc, l, m, q,  # (BLOCK_M, columns), (BLOCK_M,) or (BLOCK_M, BLOCK_N), (BLOCK_M,), (BLOCK_M, BLOCK_D) unless Q_LATE
     q_ptrs, q_mask,  # (BLOCK_M, BLOCK_D)
-    k_ptr, stride_kb, stride_kh, stride_kn, stride_kd,
-    v_ptr, stride_vb, stride_vh, stride_vn, stride_vd,
-    b, h_kv, last_seen,  # (BLOCK_M,) the last key that each row sees
+    k, v, b, h_kv, last_seen,  # (BLOCK_M,) the last key that each row sees
     listed, first_page,  # (LISTED,) pages from ``first_page`` on, -1 where there is none, if PAGE
     low, high, window, scale,
-    D: tl.constexpr, WIDTH: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, LISTED: tl.constexpr,
-    SOFTCAP: tl.constexpr, Q_LATE: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
+    D: tl.constexpr, CAUSAL: tl.constexpr, SOFTCAP: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
     """The keys from ``low`` to ``high``."""
+    PRECISION: tl.constexpr = HOW.PRECISION
+    PAGE: tl.constexpr = HOW.PAGE
+    BLOCK_N: tl.constexpr = HOW.BLOCK_N
+    BLOCK_D: tl.constexpr = HOW.BLOCK_D
+    BLOCK_V: tl.constexpr = BLOCK_D // HOW.PIECES
+    WIDTH: tl.constexpr = D if HOW.PIECES == 1 else BLOCK_V
     unit = 1.0 if SOFTCAP > 0.0 else scale  # what is left to scale
-    for start in tl.range(low, high, BLOCK_N, num_stages=STAGES):
+    for start in tl.range(low, high, BLOCK_N, num_stages=HOW.STAGES):
         offs_n = start + tl.arange(0, BLOCK_N)
         there = offs_n < high
+        page = 0
         if PAGE:
             # The pipeline looks ahead beyond the last step, and a gather reads without a mask.
-            page = tl.gather(listed, tl.minimum(offs_n // PAGE - first_page, LISTED - 1), 0)
+            page = tl.gather(listed, tl.minimum(offs_n // PAGE - first_page, HOW.LISTED - 1), 0)
             there = there & (page >= 0)
-            k_tile = _page_rows(
-                k_ptr, stride_kb, stride_kh, stride_kn, stride_kd, page, offs_n % PAGE, there, h_kv, D, BLOCK_D
-            )  # fmt: skip
-        else:
-            k_tile = _rows(
-                k_ptr, stride_kb, stride_kh, stride_kn, stride_kd, b, h_kv, start, high,
-                D, True, False, BLOCK_N, BLOCK_D,
-            )  # fmt: skip
-        if Q_LATE:
+        k_tile = _tile_of(k, b, h_kv, start, high, page, there, D, PAGE, BLOCK_N, BLOCK_D)
+        if HOW.Q_LATE:
             # The compiler would take a load that is the same in all steps out of the loop, and wait for it before it
             # asks for the first keys. (No key has a negative index.)
-            q_tile = tl.load(q_ptrs + ((start + tl.zeros((), tl.int64)) >> 31) * stride_kn, mask=q_mask, other=0.0)
+            q_tile = tl.load(q_ptrs + ((start + tl.zeros((), tl.int64)) >> 31) * k.stride_n, mask=q_mask, other=0.0)
         else:
             q_tile = q
-        scores = _dot(q_tile, k_tile.T, tl.zeros((BLOCK_M, BLOCK_N), ACC), PRECISION)  # (BLOCK_M, BLOCK_N)
+        scores = dot(q_tile, k_tile.T, tl.zeros((acc.shape[0], BLOCK_N), acc.dtype), PRECISION)  # (BLOCK_M, BLOCK_N)
         if SOFTCAP > 0.0:
             scores = _capped(scores * scale, SOFTCAP)
         seen = there[None, :]
         if CAUSAL:
             seen = seen & (offs_n[None, :] <= last_seen[:, None])
-        if WINDOW:
+        if window is not None:
             seen = seen & (offs_n[None, :] > last_seen[:, None] - window)
         scores = tl.where(seen, scores, float("-inf"))
         m_new = tl.maximum(m, tl.max(scores, axis=1) * unit)
@@ -113,41 +151,32 @@ def _decode_steps(
             l = l * alpha + tl.sum(p, axis=1)
         acc = acc * alpha[:, None]
         m = m_new
-        if PAGE:
-            v_tile = _page_rows(
-                v_ptr, stride_vb, stride_vh, stride_vn, stride_vd, page, offs_n % PAGE, there, h_kv, WIDTH, BLOCK_V
-            )  # fmt: skip
-        else:
-            v_tile = _rows(
-                v_ptr, stride_vb, stride_vh, stride_vn, stride_vd, b, h_kv, start, high,
-                WIDTH, True, False, BLOCK_N, BLOCK_V,
-            )  # fmt: skip
-        acc = _dot(p.to(v_tile.dtype), v_tile, acc, PRECISION)
+        v_tile = _tile_of(v, b, h_kv, start, high, page, there, WIDTH, PAGE, BLOCK_N, BLOCK_V)
+        acc = dot(p.to(v_tile.dtype), v_tile, acc, PRECISION)
     return acc, l, m
 
 
 @triton.jit
 def _store_output(
-    o_ptr, stride_ob, stride_oh, stride_on, stride_od, lse_ptr, sinks_ptr, stride_sh,
-    acc, lse, b, h_kv, first_row, H, N,
-    D: tl.constexpr, GROUP: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+    o_ptr, stride_ob, stride_oh, stride_on, lse_ptr, sinks_ptr,
+    acc, lse,  # (rows, columns), (rows,)
+    b, h_kv, first_row, H, N, WIDTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Rows of a group from ``first_row`` on: row r is query r % N of the group's head r // N."""
-    offs_r = first_row + tl.arange(0, ROWS)
-    offs_d = tl.arange(0, BLOCK_D)
+    offs_r = first_row + tl.arange(0, acc.shape[0])
+    offs_d = tl.arange(0, acc.shape[1])
     exists = offs_r < GROUP * N
     h = h_kv * GROUP + offs_r // N
     n = offs_r % N
-    if SINKS:
-        sinks = tl.load(sinks_ptr + h.to(tl.int64) * stride_sh, mask=exists, other=0.0)
-        share, lse = _with_sink(lse, sinks.to(lse.dtype))
+    if sinks_ptr is not None:
+        share, lse = _with_sink(lse, tl.load(sinks_ptr + h, mask=exists, other=0.0).to(lse.dtype))
         acc = acc * share[:, None]
-    if LSE:
+    if lse_ptr is not None:
         lse = tl.where(lse == float("-inf"), float("inf"), lse)
         tl.store(lse_ptr + (b.to(tl.int64) * H + h) * N + n, lse, mask=exists)
     ptrs = (o_ptr + b.to(tl.int64) * stride_ob) + h.to(tl.int64)[:, None] * stride_oh
-    ptrs += n.to(tl.int64)[:, None] * stride_on + offs_d.to(tl.int64)[None, :] * stride_od
-    tl.store(ptrs, acc.to(o_ptr.dtype.element_ty), mask=exists[:, None] & (offs_d < D)[None, :])
+    ptrs += n.to(tl.int64)[:, None] * stride_on + offs_d[None, :]
+    tl.store(ptrs, acc.to(o_ptr.dtype.element_ty), mask=exists[:, None] & (offs_d < WIDTH)[None, :])
 
 
 @triton.jit
@@ -180,15 +209,17 @@ def _lse_of_splits(partial_lse_ptr, first, used, splits, ROWS: tl.constexpr, NUM
 @triton.jit
 def _merged(
     partial_ptr, partial_lse_ptr,  # (splits, ROWS, D), (ROWS, splits): of this tile
-    used, splits,
-    D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, NUM_SPLITS: tl.constexpr, MERGED: tl.constexpr,
-    ACC: tl.constexpr,
+    used, splits, D: tl.constexpr, BLOCK_D: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
     """-> o (ROWS, BLOCK_D) and lse (ROWS,) over all splits, always in the same order.
 
     Few rows: MERGED splits at a time, in registers. Many: one after the other, in a pipeline through the memory in which
     the keys lay, since registers would hold too little of what is on its way.
     """
+    ROWS: tl.constexpr = HOW.ROWS
+    NUM_SPLITS: tl.constexpr = HOW.NUM_SPLITS
+    MERGED: tl.constexpr = HOW.MERGED
+    ACC: tl.constexpr = partial_ptr.dtype.element_ty
     if MERGED > 1:
         # The first splits are on their way while the logarithms of all are looked at.
         parts, lse = _shares(partial_ptr, partial_lse_ptr, 0, used, splits, D, ROWS, BLOCK_D, MERGED)
@@ -229,59 +260,59 @@ def _merged(
 
 @triton.jit(do_not_specialize=["H", "S", "P", "window"])  # N: one query needs no division
 def _flash_attention_decode_kernel(
-    q_ptr, stride_qb, stride_qh, stride_qn, stride_qd,  # (B, H, N, D) queries
-    k_ptr, stride_kb, stride_kh, stride_kn, stride_kd,  # (B, H / GROUP, S, D) keys; (P, H / GROUP, PAGE, D) if PAGE
+    q_ptr, stride_qb, stride_qh, stride_qn,  # (B, H, N, D) queries, columns contiguous
+    k_ptr, stride_kb, stride_kh, stride_kn, stride_kd,  # (B, H / GROUP, S, D) keys, or (P, H / GROUP, PAGE, D) pages
     v_ptr, stride_vb, stride_vh, stride_vn, stride_vd,  # the same of values
-    o_ptr, stride_ob, stride_oh, stride_on, stride_od,  # (B, H, N, D) output
-    lse_ptr,  # (B, H, N) log2 of the sum of exp2(score), contiguous; +inf where no key is seen; if LSE
-    lengths_ptr, stride_lb,  # (B,) keys that exist, if LENGTHS
-    table_ptr, stride_tb, stride_tp,  # (B, S / PAGE) pages, if PAGE
-    partial_ptr,  # (tiles, splits, ROWS, D / PIECES) and then (tiles, ROWS, splits), contiguous, if SPLIT
-    semaphores_ptr,  # (tiles,) int32, zero before and after, if SPLIT
-    H, N, S, P, window,
+    o_ptr, stride_ob, stride_oh, stride_on,  # (B, H, N, D) output, columns contiguous
+    lse_ptr,  # (B, H, N) log2 of the sum of exp2(score), +inf where no key is seen, or None
+    lengths_ptr,  # (B,) keys that exist, or None: all of them
+    table_ptr, stride_tb,  # (B, S / PAGE) pages, columns contiguous, or None
+    partial_ptr,  # (tiles, splits, ROWS, D / PIECES) and then (tiles, ROWS, splits), or None: keys are not split
+    semaphores_ptr,  # (tiles,) int32, zero before and after, or None
+    H, N, S,
+    P, window,  # each a number or None
     scale,  # with log2(e)
-    sinks_ptr, stride_sh,  # (H,) logits, if SINKS
-    # What is computed. SOFTCAP is with log2(e); 0: none.
-    D: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, LENGTHS: tl.constexpr, WINDOW: tl.constexpr,
-    PAGE: tl.constexpr, SINKS: tl.constexpr, SOFTCAP: tl.constexpr, LSE: tl.constexpr, ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
-    # Whether queries are asked for with the keys; in how many pieces the columns are computed; of the split: whether there
-    # is one, and the rows that it keeps; the pages that are listed at a time, and whether these are all; how many splits
-    # there are, rounded up, and how many are merged at a time.
-    Q_LATE: tl.constexpr, PIECES: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr,
-    LISTED: tl.constexpr, WHOLE: tl.constexpr, NUM_SPLITS: tl.constexpr, MERGED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
+    sinks_ptr,  # (H,) logits, or None
+    D: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr,
+    SOFTCAP: tl.constexpr,  # with log2(e); 0: none
+    HOW: tl.constexpr,  # Tiles
 ):  # fmt: skip
-    BLOCK_V: tl.constexpr = BLOCK_D // PIECES
-    WIDTH: tl.constexpr = D if PIECES == 1 else BLOCK_V
+    ACC: tl.constexpr = tl.float64 if q_ptr.dtype.element_ty == tl.float64 else tl.float32
+    PAGE: tl.constexpr = HOW.PAGE
+    LISTED: tl.constexpr = HOW.LISTED
+    BLOCK_M: tl.constexpr = HOW.BLOCK_M
+    BLOCK_N: tl.constexpr = HOW.BLOCK_N
+    BLOCK_V: tl.constexpr = HOW.BLOCK_D // HOW.PIECES
+    WIDTH: tl.constexpr = D if HOW.PIECES == 1 else BLOCK_V
     tile, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    group, piece = tile // PIECES, tile % PIECES
-    v_ptr += piece.to(tl.int64) * BLOCK_V * stride_vd
-    o_ptr += piece.to(tl.int64) * BLOCK_V * stride_od
+    group, piece = tile // HOW.PIECES, tile % HOW.PIECES
     blocks = tl.cdiv(GROUP * N, BLOCK_M)
     head, first_row = group // blocks, group % blocks * BLOCK_M
     b, h_kv = head // (H // GROUP), head % (H // GROUP)
+    k = Rows(k_ptr, stride_kb, stride_kh, stride_kn, stride_kd)
+    v = Rows(v_ptr + piece.to(tl.int64) * BLOCK_V * stride_vd, stride_vb, stride_vh, stride_vn, stride_vd)
+    o_ptr += piece.to(tl.int64) * BLOCK_V
     every_page = 0
-    if WHOLE:
-        every_page = _listed(table_ptr, stride_tb, stride_tp, b, 0, S // PAGE, P, LISTED)
+    if HOW.WHOLE:
+        every_page = _listed(table_ptr, stride_tb, b, 0, S // PAGE, P, LISTED)
     length = S
-    if LENGTHS:
-        length = tl.minimum(tl.maximum(tl.load(lengths_ptr + b.to(tl.int64) * stride_lb), 0), S).to(tl.int32)
+    if lengths_ptr is not None:
+        length = tl.minimum(tl.maximum(tl.load(lengths_ptr + b), 0), S).to(tl.int32)
 
     # Asked for before anything waits for the length; where nothing does, the keys would wait for it.
     offs_r = first_row + tl.arange(0, BLOCK_M)
-    offs_d = tl.arange(0, BLOCK_D)
+    offs_d = tl.arange(0, HOW.BLOCK_D)
     query = offs_r % N
     q_ptrs = (q_ptr + b.to(tl.int64) * stride_qb) + (h_kv * GROUP + offs_r // N).to(tl.int64)[:, None] * stride_qh
-    q_ptrs += query.to(tl.int64)[:, None] * stride_qn + offs_d.to(tl.int64)[None, :] * stride_qd
+    q_ptrs += query.to(tl.int64)[:, None] * stride_qn + offs_d[None, :]
     q_mask = (offs_r < GROUP * N)[:, None] & (offs_d < D)[None, :]
     q = 0
-    if not Q_LATE:
+    if not HOW.Q_LATE:
         q = tl.load(q_ptrs, mask=q_mask, other=0.0)
 
     # Tiles of keys from the first one that the first query sees; the same number to each share.
     first = 0
-    if WINDOW:
+    if window is not None:
         first = tl.maximum(length - N - window + 1, 0) // BLOCK_N * BLOCK_N
     share = tl.cdiv(tl.cdiv(length - first, BLOCK_N), splits) * BLOCK_N
     low = first + split * share
@@ -293,24 +324,20 @@ def _flash_attention_decode_kernel(
         # Tiles of fewer than 64 rows lie across the warps, in which a row's sum is kept in parts.
         l = tl.zeros((BLOCK_M, BLOCK_N) if BLOCK_M < 64 else (BLOCK_M,), ACC)
         m = tl.full((BLOCK_M,), float("-inf"), ACC)
-        if PAGE and not WHOLE:
+        if PAGE and not HOW.WHOLE:
             # A page's number loaded in the step that needs it would make the step wait for all copies that are under
             # way: numbers come LISTED at a time, and each step picks its own.
             for page in tl.range(low // PAGE, tl.cdiv(high, PAGE), LISTED, num_stages=1):
-                listed = _listed(table_ptr, stride_tb, stride_tp, b, page, tl.cdiv(high, PAGE), P, LISTED)
+                listed = _listed(table_ptr, stride_tb, b, page, tl.cdiv(high, PAGE), P, LISTED)
                 acc, l, m = _decode_steps(
-                    acc, l, m, q, q_ptrs, q_mask,
-                    k_ptr, stride_kb, stride_kh, stride_kn, stride_kd, v_ptr, stride_vb, stride_vh, stride_vn, stride_vd,
-                    b, h_kv, last_seen, listed, page,
+                    acc, l, m, q, q_ptrs, q_mask, k, v, b, h_kv, last_seen, listed, page,
                     tl.maximum(page * PAGE, low), tl.minimum((page + LISTED) * PAGE, high), window, scale,
-                    D, WIDTH, CAUSAL, WINDOW, PAGE, LISTED, SOFTCAP, Q_LATE, ACC, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, STAGES,
+                    D, CAUSAL, SOFTCAP, HOW,
                 )  # fmt: skip
         else:
             acc, l, m = _decode_steps(
-                acc, l, m, q, q_ptrs, q_mask,
-                k_ptr, stride_kb, stride_kh, stride_kn, stride_kd, v_ptr, stride_vb, stride_vh, stride_vn, stride_vd,
-                b, h_kv, last_seen, every_page, 0, low, high, window, scale,
-                D, WIDTH, CAUSAL, WINDOW, PAGE, LISTED, SOFTCAP, Q_LATE, ACC, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, STAGES,
+                acc, l, m, q, q_ptrs, q_mask, k, v, b, h_kv, last_seen, every_page, 0, low, high, window, scale,
+                D, CAUSAL, SOFTCAP, HOW,
             )  # fmt: skip
         if BLOCK_M < 64:
             l = tl.sum(l, axis=1)
@@ -319,12 +346,12 @@ def _flash_attention_decode_kernel(
         acc = acc * (1.0 / l)[:, None]
         lse = tl.where(seen, m + tl.math.log2(l), float("-inf"))
 
-        if not SPLIT:
+        if partial_ptr is None:
             _store_output(
-                o_ptr, stride_ob, stride_oh, stride_on, stride_od, lse_ptr, sinks_ptr, stride_sh,
-                acc, lse, b, h_kv, first_row, H, N, WIDTH, GROUP, SINKS, LSE, BLOCK_M, BLOCK_V,
+                o_ptr, stride_ob, stride_oh, stride_on, lse_ptr, sinks_ptr, acc, lse, b, h_kv, first_row, H, N, WIDTH, GROUP
             )  # fmt: skip
         else:
+            ROWS: tl.constexpr = HOW.ROWS
             partial_lse_ptr = partial_ptr + tl.num_programs(0).to(tl.int64) * splits * (ROWS * WIDTH)
             partial_ptr += tile.to(tl.int64) * splits * (ROWS * WIDTH)
             partial_lse_ptr += tile.to(tl.int64) * splits * ROWS
@@ -337,16 +364,11 @@ def _flash_attention_decode_kernel(
                 partial_ptr + within[:, None] * WIDTH + offs_v[None, :], acc,
                 mask=(rows < ROWS)[:, None] & (offs_v < WIDTH)[None, :],
             )  # fmt: skip
-            # All threads' stores come before the semaphore is raised, for the last time after the other programs' stores.
-            tl.debug_barrier()
-            if tl.atomic_add(semaphores_ptr + tile, 1, sem="acq_rel") == used - 1:
-                tl.store(semaphores_ptr + tile, 0)
-                merged, merged_lse = _merged(
-                    partial_ptr, partial_lse_ptr, used, splits, WIDTH, ROWS, BLOCK_V, NUM_SPLITS, MERGED, ACC
-                )  # fmt: skip
+            if is_last_share(semaphores_ptr + tile, used):
+                merged, merged_lse = _merged(partial_ptr, partial_lse_ptr, used, splits, WIDTH, BLOCK_V, HOW)
                 _store_output(
-                    o_ptr, stride_ob, stride_oh, stride_on, stride_od, lse_ptr, sinks_ptr, stride_sh,
-                    merged, merged_lse, b, h_kv, first_row, H, N, WIDTH, GROUP, SINKS, LSE, ROWS, BLOCK_V,
+                    o_ptr, stride_ob, stride_oh, stride_on, lse_ptr, sinks_ptr,
+                    merged, merged_lse, b, h_kv, first_row, H, N, WIDTH, GROUP,
                 )  # fmt: skip
 
 
@@ -536,7 +558,6 @@ def plan(
         "ROWS": stored,
         "NUM_SPLITS": triton.next_power_of_2(splits) if _merged_at_a_time(rows, config) > 1 else 1,
         "MERGED": min(triton.next_power_of_2(splits), _merged_at_a_time(rows, config)),
-        "SPLIT": splits > 1,
         "LISTED": listed,
         "WHOLE": 0 < pages <= listed,
     }

@@ -7,18 +7,19 @@ that has the row looks at it for another's sake.
 
 One kernel does for prompts and for decoding, with keys that lie together or in pages; parts of a packed sequence begin where it
 does, so that its rows are the bits of the sequence alone. A program owns BLOCK_M rows, the
-queries of all heads that share a key head, and walks over the parts. With SPLIT, for few queries, each part is a program's,
+queries of all heads that share a key head, and walks over the parts. Split, for few queries, each part is a program's,
 which leaves its sums in a workspace; the last program of a tile joins them, in the same order with the same operations. So
 which of the two is launched does not show in the result, and may depend on what is idle.
 
-Bytes: as in ``kernels_decode.py``, and with SPLIT 4 (D + 2) a row and part twice more.
+Bytes: as in ``kernels_decode.py``, and where keys are split 4 (D + 2) a row and part twice more.
 
 Not handled: gradients, which ``kernels.py`` has; tensor descriptors, that prompts would like.
 """
 
 from kernelbook import runtime  # before Triton, which it sets up
-from kernelbook.attention.kernels import _capped, _dot, _last_key, _packed, _packed_in, _rows, _with_sink, block_d
-from kernelbook.attention.kernels_decode import _page_rows
+from kernelbook.attention.kernels import _capped, _last_key, _packed, _packed_in, _with_sink, block_d
+from kernelbook.attention.kernels_decode import Rows, _tile_of
+from kernelbook.tiles import dot, is_last_share
 
 # isort: split
 import triton
@@ -28,14 +29,12 @@ import triton.language as tl
 
 
 @triton.jit
-def _keys(
-    first_query, stop, diagonal, length, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr
-):  # fmt: skip
+def _keys(first_query, stop, diagonal, length, window, CAUSAL: tl.constexpr, BLOCK_N: tl.constexpr):
     """-> first, last: the keys from ``first`` to ``last`` are all that some query from ``first_query`` to ``stop`` sees."""
     first, last = 0, length
     if CAUSAL:
         last = tl.maximum(tl.minimum(stop + diagonal, length), 0)
-    if WINDOW:
+    if window is not None:
         first = tl.maximum(first_query + diagonal - window + 1, 0) // BLOCK_N * BLOCK_N
     return first, last
 
@@ -43,12 +42,11 @@ def _keys(
 @triton.jit
 def _of_part(
     q,  # (BLOCK_M, BLOCK_D)
-    k_ptr, stride_kb, stride_kh, stride_kn, stride_kd,
-    v_ptr, stride_vb, stride_vh, stride_vn, stride_vd,
-    table_ptr, stride_tp,  # of this sequence, if PAGE
+    k, v,
+    table_ptr,  # of this sequence, if PAGE
     b, h_kv, last_seen,  # (BLOCK_M,) the last key that each row sees
     low, high, P, window, scale,
-    D: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, SOFTCAP: tl.constexpr, ACC: tl.constexpr,
+    D: tl.constexpr, PAGE: tl.constexpr, SOFTCAP: tl.constexpr, ACC: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """-> acc (BLOCK_M, BLOCK_D), l and m (BLOCK_M,) over the keys from ``low`` to ``high``."""
@@ -59,22 +57,16 @@ def _of_part(
     for start in range(low, high, BLOCK_N):
         offs_n = start + tl.arange(0, BLOCK_N)
         there = offs_n < high
+        page = 0
         if PAGE:
-            page = tl.load(table_ptr + (offs_n // PAGE).to(tl.int64) * stride_tp, mask=there, other=-1)
+            page = tl.load(table_ptr + offs_n // PAGE, mask=there, other=-1)
             there = there & (page >= 0) & (page < P)
-            k_tile = _page_rows(
-                k_ptr, stride_kb, stride_kh, stride_kn, stride_kd, page, offs_n % PAGE, there, h_kv, D, BLOCK_D
-            )  # fmt: skip
-        else:
-            k_tile = _rows(
-                k_ptr, stride_kb, stride_kh, stride_kn, stride_kd, b, h_kv, start, high,
-                D, True, False, BLOCK_N, BLOCK_D,
-            )  # fmt: skip
-        scores = _dot(q, k_tile.T, tl.zeros((BLOCK_M, BLOCK_N), ACC), PRECISION)
+        k_tile = _tile_of(k, b, h_kv, start, high, page, there, D, PAGE, BLOCK_N, BLOCK_D)
+        scores = dot(q, k_tile.T, tl.zeros((BLOCK_M, BLOCK_N), ACC), PRECISION)
         if SOFTCAP > 0.0:
             scores = _capped(scores * scale, SOFTCAP)
         seen = there[None, :] & (offs_n[None, :] <= last_seen[:, None])
-        if WINDOW:
+        if window is not None:
             seen = seen & (offs_n[None, :] > last_seen[:, None] - window)
         scores = tl.where(seen, scores, float("-inf"))
         m_new = tl.maximum(m, tl.max(scores, axis=1) * unit)
@@ -84,16 +76,8 @@ def _of_part(
         l = l * alpha + tl.sum(p, axis=1)
         acc = acc * alpha[:, None]
         m = m_new
-        if PAGE:
-            v_tile = _page_rows(
-                v_ptr, stride_vb, stride_vh, stride_vn, stride_vd, page, offs_n % PAGE, there, h_kv, D, BLOCK_D
-            )  # fmt: skip
-        else:
-            v_tile = _rows(
-                v_ptr, stride_vb, stride_vh, stride_vn, stride_vd, b, h_kv, start, high,
-                D, True, False, BLOCK_N, BLOCK_D,
-            )  # fmt: skip
-        acc = _dot(p.to(v_tile.dtype), v_tile, acc, PRECISION)
+        v_tile = _tile_of(v, b, h_kv, start, high, page, there, D, PAGE, BLOCK_N, BLOCK_D)
+        acc = dot(p.to(v_tile.dtype), v_tile, acc, PRECISION)
     return acc, l, m
 
 
@@ -107,17 +91,15 @@ def _joined(acc, l, m, part_acc, part_l, part_m):
 
 
 @triton.jit
-def _finish(
-    o_ptrs, o_mask, lse_ptrs, sinks_ptrs, exists, acc, l, m, SINKS: tl.constexpr, LSE: tl.constexpr
-):  # fmt: skip
+def _finish(o_ptrs, o_mask, lse_ptr, sinks_ptr, rows, h, exists, acc, l, m):
     seen = l > 0.0
     acc = acc / tl.where(seen, l, 1.0)[:, None]
     lse = tl.where(seen, m + tl.math.log2(tl.where(seen, l, 1.0)), float("inf"))
-    if SINKS:
-        share, lse = _with_sink(lse, tl.load(sinks_ptrs, mask=exists, other=0.0).to(lse.dtype))
+    if sinks_ptr is not None:
+        share, lse = _with_sink(lse, tl.load(sinks_ptr + h, mask=exists, other=0.0).to(lse.dtype))
         acc = acc * share[:, None]
-    if LSE:
-        tl.store(lse_ptrs, lse, mask=exists)
+    if lse_ptr is not None:
+        tl.store(lse_ptr + rows, lse, mask=exists)
     tl.store(o_ptrs, acc.to(o_ptrs.dtype.element_ty), mask=o_mask)
 
 
@@ -126,35 +108,37 @@ def _finish(
 
 @triton.jit(do_not_specialize=["H", "N", "S", "P", "window"])
 def _flash_attention_same_bits_kernel(
-    q_ptr, stride_qb, stride_qh, stride_qn, stride_qd,  # (B, H, N, D) queries
-    k_ptr, stride_kb, stride_kh, stride_kn, stride_kd,  # (B, H / GROUP, S, D) keys; (P, H / GROUP, PAGE, D) if PAGE
+    q_ptr, stride_qb, stride_qh, stride_qn,  # (B, H, N, D) queries, columns contiguous
+    k_ptr, stride_kb, stride_kh, stride_kn, stride_kd,  # (B, H / GROUP, S, D) keys, or (P, H / GROUP, PAGE, D) pages
     v_ptr, stride_vb, stride_vh, stride_vn, stride_vd,  # the same of values
-    o_ptr, stride_ob, stride_oh, stride_on, stride_od,  # (B, H, N, D) output
-    lse_ptr,  # (B, H, N) log2 of the sum of exp2(score), contiguous; +inf where no key is seen; if LSE
-    lengths_ptr, stride_lb,  # (B,) keys that exist, if LENGTHS; (P + 1,) boundaries, if PACKED
-    table_ptr, stride_tb, stride_tp,  # (B, S / PAGE) pages, if PAGE
-    partial_ptr,  # (tiles, parts, ROWS, D), then twice (tiles, parts, ROWS), contiguous, if SPLIT
-    tickets_ptr,  # (tiles,) int32, zero before and after, if SPLIT
+    o_ptr, stride_ob, stride_oh, stride_on,  # (B, H, N, D) output, columns contiguous
+    lse_ptr,  # (B, H, N) log2 of the sum of exp2(score), +inf where no key is seen, or None
+    lengths_ptr,  # (B,) keys that exist, or None: all of them; (P + 1,) boundaries, if PACKED
+    table_ptr, stride_tb,  # (B, S / PAGE) pages, columns contiguous, or None
+    partial_ptr,  # (tiles, parts, ROWS, D), then twice (tiles, parts, ROWS), or None: a program has all parts of its rows
+    semaphores_ptr,  # (tiles,) int32, zero before and after, or None
     H, N, S,
-    P,  # pages, if PAGE; sequences, if PACKED
-    window,
+    P,  # pages, or None; sequences, if PACKED
+    window,  # a number or None
     scale,  # with log2(e)
-    sinks_ptr, stride_sh,  # (H,) logits, if SINKS
-    # What is computed. SOFTCAP is with log2(e); 0: none.
-    D: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, LENGTHS: tl.constexpr, PACKED: tl.constexpr,
-    WINDOW: tl.constexpr, PAGE: tl.constexpr, SINKS: tl.constexpr, SOFTCAP: tl.constexpr, LSE: tl.constexpr, ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
-    SPLIT: tl.constexpr, ROWS: tl.constexpr,  # whether each part has a program, and the rows that it keeps
+    sinks_ptr,  # (H,) logits, or None
+    D: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr,
+    SOFTCAP: tl.constexpr,  # with log2(e); 0: none
+    PACKED: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr,  # that are kept of a part
     PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
+    ACC: tl.constexpr = tl.float64 if q_ptr.dtype.element_ty == tl.float64 else tl.float32
     blocks = tl.cdiv(GROUP * N, BLOCK_M)
     tile, heads = tl.program_id(0), tl.num_programs(0) // blocks
     head = tile % heads
     first_row = (blocks - 1 - tile // heads) * BLOCK_M  # the last queries, which see most, come first
     b, h_kv = head // (H // GROUP), head % (H // GROUP)
     length = S
-    if LENGTHS:
-        length = tl.minimum(tl.maximum(tl.load(lengths_ptr + b.to(tl.int64) * stride_lb), 0), S).to(tl.int32)
+    if lengths_ptr is not None and not PACKED:
+        length = tl.minimum(tl.maximum(tl.load(lengths_ptr + b), 0), S).to(tl.int32)
+    k = Rows(k_ptr, stride_kb, stride_kh, stride_kn, stride_kd)
+    v = Rows(v_ptr, stride_vb, stride_vh, stride_vn, stride_vd)
     if PAGE:
         table_ptr += b.to(tl.int64) * stride_tb
 
@@ -165,49 +149,46 @@ def _flash_attention_same_bits_kernel(
     h, n = h_kv * GROUP + offs_r % GROUP, offs_r // GROUP
     mask = exists[:, None] & (offs_d < D)[None, :]
     q_ptrs = (q_ptr + b.to(tl.int64) * stride_qb) + h.to(tl.int64)[:, None] * stride_qh
-    q_ptrs += n.to(tl.int64)[:, None] * stride_qn + offs_d.to(tl.int64)[None, :] * stride_qd
+    q_ptrs += n.to(tl.int64)[:, None] * stride_qn + offs_d[None, :]
     q = tl.load(q_ptrs, mask=mask, other=0.0)
     o_ptrs = (o_ptr + b.to(tl.int64) * stride_ob) + h.to(tl.int64)[:, None] * stride_oh
-    o_ptrs += n.to(tl.int64)[:, None] * stride_on + offs_d.to(tl.int64)[None, :] * stride_od
-    lse_ptrs = lse_ptr + (b.to(tl.int64) * H + h) * N + n
-    sinks_ptrs = sinks_ptr + h.to(tl.int64) * stride_sh
+    o_ptrs += n.to(tl.int64)[:, None] * stride_on + offs_d[None, :]
+    every_row = (b.to(tl.int64) * H + h) * N + n
 
     first_query, stop = first_row // GROUP, (tl.minimum(first_row + BLOCK_M, GROUP * N) - 1) // GROUP + 1
     last_seen = n + length - N if CAUSAL else tl.zeros((BLOCK_M,), tl.int32) + length - 1
     acc = tl.zeros((BLOCK_M, BLOCK_D), ACC)
     l = tl.zeros((BLOCK_M,), ACC)
     m = tl.full((BLOCK_M,), float("-inf"), ACC)
-    if not SPLIT:
+    if partial_ptr is None:
         low, high = 0, 1
         if PACKED:
-            low, high = _packed_in(lengths_ptr, stride_lb, P, first_query, stop)
+            low, high = _packed_in(lengths_ptr, 1, P, first_query, stop)
         for sequence in range(low, high):
             if PACKED:
-                begin, end = _packed(lengths_ptr, stride_lb, sequence, N)
+                begin, end = _packed(lengths_ptr, 1, sequence, N)
                 diagonal, keys, last_key = 0, end - begin, _last_key(n, begin, end, CAUSAL)
             else:
                 begin, diagonal, keys, last_key = 0, length - N, length, last_seen
-            first, last = _keys(first_query - begin, stop - begin, diagonal, keys, window, CAUSAL, WINDOW, BLOCK_N)
+            first, last = _keys(first_query - begin, stop - begin, diagonal, keys, window, CAUSAL, BLOCK_N)
             for part in range(first // PART, tl.cdiv(last, PART)):
                 part_acc, part_l, part_m = _of_part(
-                    q, k_ptr, stride_kb, stride_kh, stride_kn, stride_kd, v_ptr, stride_vb, stride_vh, stride_vn, stride_vd,
-                    table_ptr, stride_tp, b, h_kv, last_key,
+                    q, k, v, table_ptr, b, h_kv, last_key,
                     begin + tl.maximum(part * PART, first), begin + tl.minimum((part + 1) * PART, last), P, window, scale,
-                    D, WINDOW, PAGE, SOFTCAP, ACC, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D,
+                    D, PAGE, SOFTCAP, ACC, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D,
                 )  # fmt: skip
                 acc, l, m = _joined(acc, l, m, part_acc, part_l, part_m)
-        _finish(o_ptrs, mask, lse_ptrs, sinks_ptrs, exists, acc, l, m, SINKS, LSE)
+        _finish(o_ptrs, mask, lse_ptr, sinks_ptr, every_row, h, exists, acc, l, m)
     else:
-        first, last = _keys(first_query, stop, length - N, length, window, CAUSAL, WINDOW, BLOCK_N)
+        first, last = _keys(first_query, stop, length - N, length, window, CAUSAL, BLOCK_N)
         first_part, parts = first // PART, tl.cdiv(last, PART)
         part, most = tl.program_id(1), tl.num_programs(1)
         parts = tl.maximum(parts, first_part + 1)  # where nothing is seen one program says so
         if (part >= first_part) & (part < parts):
             part_acc, part_l, part_m = _of_part(
-                q, k_ptr, stride_kb, stride_kh, stride_kn, stride_kd, v_ptr, stride_vb, stride_vh, stride_vn, stride_vd,
-                table_ptr, stride_tp, b, h_kv, last_seen,
+                q, k, v, table_ptr, b, h_kv, last_seen,
                 tl.maximum(part * PART, first), tl.minimum((part + 1) * PART, last), P, window, scale,
-                D, WINDOW, PAGE, SOFTCAP, ACC, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D,
+                D, PAGE, SOFTCAP, ACC, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D,
             )  # fmt: skip
             rows = tl.arange(0, BLOCK_M)
             kept = rows < ROWS
@@ -218,10 +199,7 @@ def _flash_attention_same_bits_kernel(
             tl.store(acc_ptrs + part * ROWS * D, part_acc, mask=acc_mask)
             tl.store(sums_ptrs + part * ROWS, part_l, mask=kept)
             tl.store(sums_ptrs + all_rows + part * ROWS, part_m, mask=kept)
-            # All threads' stores come before the ticket, and the last ticket comes after the other programs' stores.
-            tl.debug_barrier()
-            if tl.atomic_add(tickets_ptr + tile, 1, sem="acq_rel") == parts - first_part - 1:
-                tl.store(tickets_ptr + tile, 0)
+            if is_last_share(semaphores_ptr + tile, parts - first_part):
                 # ".cg": from the L2 cache, where the other programs' stores are; this SM's own cache may be stale.
                 for other in range(first_part, parts):
                     part_acc = tl.load(acc_ptrs + other * ROWS * D, mask=acc_mask, other=0.0, cache_modifier=".cg")
@@ -230,7 +208,7 @@ def _flash_attention_same_bits_kernel(
                         sums_ptrs + all_rows + other * ROWS, mask=kept, other=float("-inf"), cache_modifier=".cg"
                     )
                     acc, l, m = _joined(acc, l, m, part_acc, part_l, part_m)
-                _finish(o_ptrs, mask, lse_ptrs, sinks_ptrs, exists, acc, l, m, SINKS, LSE)
+                _finish(o_ptrs, mask, lse_ptr, sinks_ptr, every_row, h, exists, acc, l, m)
 
 
 # --- configurations -------------------------------------------------------------------------------------------------

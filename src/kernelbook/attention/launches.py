@@ -23,7 +23,6 @@ try:  # Gluon is experimental: where Triton has changed it, the plain kernels do
     from triton.experimental.gluon.language import NVMMASharedLayout as NVMMASharedLayout
 
     from kernelbook.attention import kernels_hopper as kernels_hopper
-    from kernelbook.attention import kernels_hopper_128 as kernels_hopper_128
 
     HAS_GLUON = gluon_names.USABLE
 except (ImportError, AttributeError):
@@ -98,8 +97,12 @@ def _precision(q: Tensor) -> str:
 
 
 def like(tensor: Tensor) -> Tensor:
-    """New memory in the tensor's shape and, where it is dense, its strides."""
-    return empty(tensor.shape, tensor.dtype, tensor) if tensor.is_contiguous() else torch.empty_like(tensor)
+    """New memory in the tensor's shape with contiguous columns and, where it is dense and has such too, its strides."""
+    if not tensor.is_contiguous():
+        kept = torch.empty_like(tensor)
+        if kept.stride(3) == 1:
+            return kept
+    return empty(tensor.shape, tensor.dtype, tensor)
 
 
 def is_readable(tensor: Tensor) -> bool:
@@ -197,6 +200,7 @@ class Tiles:
     vectors: Block | None  # of lse and delta
     sizes: tuple[int, ...]
     window: int | None  # 0: none; None: a kernel for Hopper, which takes no lengths, packed sequences, window or sinks
+    rest: tuple[Block, Block] | None = None  # of features beyond these blocks: queries, keys
 
     def mask_args(self, lengths: Tensor | None, cu_seqlens: Tensor | None, stand_in: Tensor) -> tuple[Any, ...]:
         """Lengths or boundaries, and window, as the kernel's arguments."""
@@ -205,6 +209,15 @@ class Tiles:
         if cu_seqlens is not None:
             return cu_seqlens, cu_seqlens.stride(0), cu_seqlens.shape[0] - 1, self.window
         return *strided(lengths, 1, stand_in), 0, self.window
+
+    def rest_args(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> tuple[Any, ...]:
+        """The same tensors for features beyond the blocks, as the arguments of a forward kernel for Hopper."""
+        if self.window is not None:
+            return ()
+        if self.rest is None:
+            return (None,) * 4
+        queries, keys = self.rest
+        return Descriptor(q, queries), Descriptor(k, keys), Descriptor(v, keys), Descriptor(o, queries)
 
     def sink_args(self, sinks: Tensor | None, stand_in: Tensor) -> tuple[Any, ...]:
         """Sinks as the arguments of a forward kernel."""
@@ -224,7 +237,7 @@ def plain_tiles(
     name: str, kernel: Any, p: Problem, rows: int, heads: int, walked: int, *n_padded: int, **constants: Any
 ) -> Tiles:
     """A kernel that runs on every GPU: its programs own ``rows`` of ``heads`` and walk over ``walked`` others."""
-    config = kernels.config(name, p.d, p.dtype.itemsize, p.tma_reads, p.properties)
+    config = kernels.config(name, p.d, p.dtype.itemsize, p.tma_reads, p.properties, p.packed)
     block_m, block_n, width = (config.kwargs[side] for side in ("BLOCK_M", "BLOCK_N", "BLOCK_D"))
     launch = launcher(
         kernel, GROUP=p.group, CAUSAL=p.causal, LENGTHS=p.lengths, PACKED=p.packed, WINDOW=p.window is not None,
@@ -249,4 +262,8 @@ def hopper_tiles(kernel: Any, config: Any, p: Problem, grid: int, sizes: tuple[i
         vectors = block(blocks["BLOCK_M"], layout=NVMMASharedLayout(0, 32, rank=1))
     else:
         queries, keys, vectors = own, block(1, 1, blocks["BLOCK_N"], width, layout=layout), None
-    return Tiles(launch, (grid,), queries, keys, own, vectors, (p.b, p.h, p.n, p.s, *sizes), None)
+    rest = None
+    if more := blocks.get("REST"):
+        layout = NVMMASharedLayout(2 * more, 16, rank=4)
+        rest = block(1, 1, blocks["ROWS"], more, layout=layout), block(1, 1, blocks["BLOCK_N"], more, layout=layout)
+    return Tiles(launch, (grid,), queries, keys, own, vectors, (p.b, p.h, p.n, p.s, *sizes), None, rest)

@@ -13,7 +13,6 @@ from kernelbook.attention.launches import Problem, Tiles, is_readable, kernel_ar
 from kernelbook.launch import Launch, cdiv, launcher
 from kernelbook.memory import accumulator, counters, empty, tl_accumulator
 from kernelbook.operators import Op, part_of_plans
-from kernelbook.tensors import strided
 
 __all__ = ["flash_attention", "plain_kernels"]
 
@@ -163,18 +162,16 @@ class SplitKeys:
 
 
 @part_of_plans
-def split_keys(p: Problem, with_lse: bool) -> SplitKeys:
+def split_keys(p: Problem) -> SplitKeys:
     """``p``: with a number of keys that is rounded up to a multiple of 64, so that a cache that grows has few problems."""
-    constants = {
-        "D": p.d, "GROUP": p.group, "LENGTHS": p.lengths, "WINDOW": p.window is not None, "PAGE": p.page,
-        "SINKS": p.sinks, "SOFTCAP": p.softcap, "LSE": with_lse, "ACC": tl_accumulator(p.dtype), "PRECISION": p.precision,
-    }  # fmt: skip
+    constants = {"D": p.d, "GROUP": p.group, "SOFTCAP": p.softcap}
     if p.properties.same_bits:
         return _same_bits(p, constants)
     plan = kernels_decode.plan(p.b * p.h_kv, p.group * p.n, p.s, p.d, p.dtype.itemsize, p.properties, p.page)
     launch = launcher(
         kernels_decode._flash_attention_decode_kernel, CAUSAL=p.causal and p.n > 1, **constants,
-        **plan.config.kwargs, num_warps=plan.config.num_warps, num_stages=plan.config.num_stages,
+        HOW=kernels_decode.Tiles(p.precision, p.page, **plan.config.kwargs),
+        num_warps=plan.config.num_warps, num_stages=plan.config.num_stages,
     )  # fmt: skip
     partial_shape = (plan.programs * plan.rows * (p.d + 1),) if plan.splits > 1 else None
     return SplitKeys(launch, (plan.tiles, plan.splits), partial_shape)
@@ -189,8 +186,8 @@ def _same_bits(p: Problem, constants: dict[str, Any]) -> SplitKeys:
         parts = cdiv(p.s, kernels_same_bits.PART)
     kept = min(block_m, 1 << (rows - 1).bit_length())
     launch = launcher(
-        kernels_same_bits._flash_attention_same_bits_kernel, CAUSAL=p.causal, **constants, PACKED=p.packed, SPLIT=split, ROWS=kept,
-        **config.kwargs, num_warps=config.num_warps, num_stages=config.num_stages,
+        kernels_same_bits._flash_attention_same_bits_kernel, CAUSAL=p.causal, **constants, PACKED=p.packed, PAGE=p.page,
+        PRECISION=p.precision, ROWS=kept, **config.kwargs, num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return SplitKeys(launch, (tiles, parts), (tiles * parts * kept * (p.d + 2),) if split else None)
 
@@ -201,8 +198,8 @@ def _forward_tiles(p: Problem) -> Tiles:
     if config is None:
         return launches.plain_tiles("fwd", kernels._flash_attention_fwd_kernel, p, p.n, p.h, p.s, SINKS=p.sinks)
     hopper, rows = launches.kernels_hopper, config.kwargs["ROWS"] * config.kwargs["WARPGROUPS"]
-    grid, in_pairs = hopper.forward_grid(cdiv(p.n, rows), p.b * p.h, p.d, p.causal, p.properties.num_sms)
-    sizes = launches.section(p, p.s, p.h), int(in_pairs)
+    grid, order = hopper.forward_grid(cdiv(p.n, rows), p.b * p.h, p.d, p.causal, p.properties.num_sms)
+    sizes = launches.section(p, p.s, p.h), order
     return launches.hopper_tiles(hopper._flash_attention_fwd_hopper_kernel, config, p, grid, sizes)
 
 
@@ -212,18 +209,18 @@ class ForwardPlan:
 
     readable: bool  # kernels can read the tensors as they lie
     scaling: launches.Scaling
-    window: int  # 0: none
+    window: int | None
     kernel: SplitKeys | Tiles
     join_sinks: tuple[Launch, tuple[int]] | None  # to what a kernel for Hopper has made: the kernel, and its grid
 
 
-def forward_plan(p: Problem, scale: Any, gluon: bool, with_lse: bool, *read: Tensor) -> ForwardPlan:
+def forward_plan(p: Problem, scale: Any, gluon: bool, *read: Tensor) -> ForwardPlan:
     """``read``: q and, unless they lie in pages, k and v."""
     scaling, join_sinks = launches.scaling(read[0], scale), None
     kernel: SplitKeys | Tiles
     few = p.n <= kernels_decode.MAX_QUERIES and not p.packed
     if few or p.properties.same_bits:  # whose kernel takes any number
-        kernel = split_keys(dataclasses.replace(p, s=64 * cdiv(p.s, 64)), with_lse)
+        kernel = split_keys(dataclasses.replace(p, s=64 * cdiv(p.s, 64)))
     else:
         kernel = _forward_tiles(launches.with_tma(p, gluon, read, read[:1]))
         if p.sinks and kernel.window is None:
@@ -234,7 +231,7 @@ def forward_plan(p: Problem, scale: Any, gluon: bool, with_lse: bool, *read: Ten
             )  # fmt: skip
             join_sinks = launch, (cdiv(p.n, config.kwargs["BLOCK_M"]) * p.b * p.h,)
     as_they_lie = scaling.queries == 1 and all(map(is_readable, read))
-    return ForwardPlan(as_they_lie, scaling, p.window or 0, kernel, join_sinks)
+    return ForwardPlan(as_they_lie, scaling, p.window, kernel, join_sinks)
 
 
 def run_forward(
@@ -248,15 +245,20 @@ def run_forward(
         q = readable(q)
         k, v = (k, v) if table is not None else (readable(k), readable(v))
     if isinstance(kernel, SplitKeys):
-        partial, tickets = o, o
+        partial = semaphores = count = row = None
         if kernel.partial_shape is not None:
             partial = empty(kernel.partial_shape, accumulator(q.dtype), q)
-            tickets = counters(kernel.grid[0], q.device)
-        of_keys, count = (lengths, k.shape[0]) if cu_seqlens is None else (cu_seqlens, cu_seqlens.shape[0] - 1)
+            semaphores = counters(kernel.grid[0], q.device)
+        of_keys = lengths
+        if cu_seqlens is not None:
+            of_keys, count = cu_seqlens, cu_seqlens.shape[0] - 1
+        if table is not None:
+            table = table if table.stride(1) == 1 else table.contiguous()
+            count, row, s = k.shape[0], table.stride(0), s * table.shape[1]
+        of_keys, sinks = (t if t is None else t.contiguous() for t in (of_keys, sinks))
         kernel.launch(
-            kernel.grid, q, *q.stride(), k, *k.stride(), v, *v.stride(), o, *o.stride(), o if lse is None else lse,
-            *strided(of_keys, 1, o), *strided(table, 2, o), partial, tickets, *q.shape[1:3],
-            s if table is None else s * table.shape[1], count, plan.window, scores, *strided(sinks, 1, o),
+            kernel.grid, q, *q.stride()[:3], k, *k.stride(), v, *v.stride(), o, *o.stride()[:3], lse, of_keys, table, row,
+            partial, semaphores, *q.shape[1:3], s, count, plan.window, scores, sinks,
         )  # fmt: skip
         return
     if lse is None:  # these kernels always write it
@@ -265,6 +267,7 @@ def run_forward(
         kernel.grid, *kernel_args(kernel.queries, q), *kernel_args(kernel.keys, k), *kernel_args(kernel.keys, v),
         *kernel_args(kernel.results, o), lse,
         *kernel.sizes, *kernel.mask_args(lengths, cu_seqlens, lse), scores, *kernel.sink_args(sinks, lse),
+        *kernel.rest_args(q, k, v, o),
     )  # fmt: skip
     if plan.join_sinks is not None:
         launch, grid = plan.join_sinks
@@ -287,7 +290,7 @@ def _plan(
     if q.numel() == 0 or k.numel() == 0:
         return None
     p = launches.problem(q, k, lengths, sinks, causal, window, softcap, cu_seqlens=cu_seqlens)
-    return forward_plan(p, scale, gluon, record, q, k, v)
+    return forward_plan(p, scale, gluon, q, k, v)
 
 
 def _kind(

@@ -130,7 +130,7 @@ def _plan_paged(
     if not (q.numel() and k_pages.numel() and block_table.numel()):
         return None
     p = launches.problem(q, k_pages, lengths, sinks, True, None, softcap, block_table)
-    return forward_plan(p, scale, False, False, q)
+    return forward_plan(p, scale, False, q)
 
 
 def _run_paged(

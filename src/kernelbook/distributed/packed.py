@@ -66,9 +66,10 @@ def _own_scales(q: NF4Tensor) -> NF4Tensor:
     """``q`` with no scale of scales that two experts share: where they do, absmax in float32, which changes no bit."""
     if q.nested_absmax is None or (q.absmax.shape[0] // q.shape[0]) % NESTED_BLOCK == 0:
         return q
-    assert q.nested_code is not None and q.nested_offset is not None
+    assert q.nested_code is not None
     scales = q.nested_absmax.repeat_interleave(NESTED_BLOCK)[: q.absmax.shape[0]]
-    absmax = q.nested_code[q.absmax.long()] * scales + q.nested_offset
+    absmax = q.nested_code[q.absmax.long()] * scales
+    absmax = absmax if q.nested_offset is None else absmax + q.nested_offset
     return dataclasses.replace(q, absmax=absmax, nested_absmax=None, nested_code=None, nested_offset=None)
 
 

@@ -381,6 +381,13 @@ def _meet() -> None:
 # --- tensor cores -----------------------------------------------------------------------------------------------------
 
 
+def _of_any_width(layout: Any) -> Any:
+    """A layout of Hopper's tensor cores without the product's columns, which do not show in the left operand's registers."""
+    if not isinstance(layout, language.NVMMADistributedLayout) or layout.version[0] != 3:
+        return layout
+    return dataclasses.replace(layout, instr_shape=[layout.instr_shape[0], *layout.instr_shape[2:]])
+
+
 def _operand(operand: Any, acc: Any, number: int) -> np.ndarray:
     """An operand of tensor cores, in the layout that they take."""
     place = Program.current.place()
@@ -392,7 +399,8 @@ def _operand(operand: Any, acc: Any, number: int) -> np.ndarray:
         operand.read_by_async_proxy("tensor cores read")
         return operand.data.astype(np.float32)
     wanted, found = acc.type.layout, operand.type.layout
-    if not isinstance(found, language.DotOperandLayout) or found.operand_index != number or found.parent != wanted:
+    fits = isinstance(found, language.DotOperandLayout) and found.operand_index == number
+    if not fits or _of_any_width(found.parent) != _of_any_width(wanted):
         raise GluonError(
             "layout", f"operand {number} has {found}, not DotOperandLayout({number}, {wanted}, ...), at {place}"
         )
@@ -514,6 +522,8 @@ def _scope(names: dict[str, Any]) -> dict[str, Any]:
                 scope[name] = ours
         if name in _BY_NAME:
             scope[name] = _BY_NAME[name]
+        if isinstance(value, tl.constexpr):
+            scope[name] = value.value
         if isinstance(value, GluonJITFunction):
             home = value.fn.__globals__
             scope[name] = _rewritten(value, scope) if home is names else _scope(home)[value.__name__]

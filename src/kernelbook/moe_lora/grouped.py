@@ -156,7 +156,7 @@ def gemm_plan(
     if isinstance(w, Matrices) and strategy != "fused" and w.packed.data_ptr() % 16 == 0:
         found = products.plan(
             rows, (experts, k, n) if w.transposed else (experts, n, k), w.transposed, x.dtype, w.block_size,
-            w.nested[0] is not None, rank=rank, has_bias=has_bias, x_grouped=layout == SORTED, y_grouped=y_grouped,
+            w.kind_of_scale, rank=rank, has_bias=has_bias, x_grouped=layout == SORTED, y_grouped=y_grouped,
             routed=True, properties=properties,
         )  # fmt: skip
         if found is not None:
@@ -173,7 +173,7 @@ def gemm_plan(
     fused = fits and strategy == "fused"
     block_size, scale, access, form = 0, "", "narrow", "pointers"
     if isinstance(w, Matrices):
-        by_row, block_size, scale = w.transposed, w.block_size, "float32" if w.nested[0] is None else "nested"
+        by_row, block_size, scale = w.transposed, w.block_size, w.kind_of_scale
         # Turing has no instruction that multiplies pairs of bfloat16.
         pairs = properties.is_nvidia and (x.dtype == torch.float16 or properties.capability >= 80)
         access, form = "packed", "permute" if x.element_size() == 2 and pairs else "gather"

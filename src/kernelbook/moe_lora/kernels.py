@@ -27,7 +27,6 @@ import dataclasses
 import functools
 
 from kernelbook import runtime  # before Triton, which it sets up
-from kernelbook.packed import NESTED_BLOCK as NESTED
 from kernelbook.packed import products
 from kernelbook.packed.kernels import load_tile, table
 from kernelbook.tiles import dot, grouped
@@ -38,7 +37,6 @@ import triton.language as tl
 
 # Tiles are listed by ``route`` for each of these heights. The last one is for packed matrices alone.
 HEIGHTS = products.HEIGHTS
-NESTED_BLOCK = tl.constexpr(NESTED)
 
 # --- routing --------------------------------------------------------------------------------------------------------
 
@@ -237,12 +235,12 @@ def _rows_tile(
         elif W_BY_ROW:
             w_tile = load_tile(
                 w, scales[0], scales[1], scales[2], scales[3], code, values, expert, k, pid_n * BLOCK_N, K, N,
-                BLOCK_K, BLOCK_N, BLOCK_SIZE, SCALE, NESTED_BLOCK, FORMAT == "permute", x_ptr.dtype.element_ty,
+                BLOCK_K, BLOCK_N, BLOCK_SIZE, SCALE, FORMAT == "permute", x_ptr.dtype.element_ty,
             )  # fmt: skip
         else:
             w_tile = tl.trans(load_tile(
                 w, scales[0], scales[1], scales[2], scales[3], code, values, expert, pid_n * BLOCK_N, k, N, K,
-                BLOCK_N, BLOCK_K, BLOCK_SIZE, SCALE, NESTED_BLOCK, FORMAT == "permute", x_ptr.dtype.element_ty,
+                BLOCK_N, BLOCK_K, BLOCK_SIZE, SCALE, FORMAT == "permute", x_ptr.dtype.element_ty,
             ))  # fmt: skip
         if x_desc is not None:
             x = x_desc.load([first, k])  # (BLOCK_M, BLOCK_K)

@@ -20,13 +20,11 @@ strided packed bytes.
 """
 
 from kernelbook import runtime  # before Triton, which it sets up
-from kernelbook.packed import products
+from kernelbook.packed.kernels import NESTED_BLOCK, block_scale, from_e4m3, from_e8m0
 
 # isort: split
 import triton
 import triton.language as tl
-
-NESTED_BLOCK = 256  # absmax values that share one nested absmax
 
 
 def words_config(double_quant: bool, properties: runtime.DeviceProperties) -> triton.Config:
@@ -63,21 +61,6 @@ def _load_expert(experts_ptr, first, slot, E, HAS_EXPERTS: tl.constexpr):
     else:
         expert = first + slot.to(tl.int64)
     return expert, (expert >= 0) & (expert < E)
-
-
-@triton.jit
-def _nested_absmax(
-    q, mask,
-    nested_absmax_ptr, nested_code_ptr, nested_offset_ptr,
-    block0, blocks,
-    NESTED_BLOCK: tl.constexpr,
-):  # fmt: skip
-    """absmax of the blocks block0 + blocks from their 8-bit values q; zero where there is none."""
-    nested0 = block0 // NESTED_BLOCK
-    within = (block0 - nested0 * NESTED_BLOCK).to(tl.int32)
-    scale = tl.load(nested_absmax_ptr + nested0 + (within + blocks) // NESTED_BLOCK, mask=mask, other=0.0)
-    absmax = tl.load(nested_code_ptr + q.to(tl.int32), mask=mask, other=0.0) * scale + tl.load(nested_offset_ptr)
-    return tl.where(mask, absmax, 0.0)
 
 
 # --- dequantize -----------------------------------------------------------------------------------------------------
@@ -131,16 +114,15 @@ def _prefetch_tiles(
 @triton.jit(do_not_specialize=["first", "E", "words", "tiles"])
 def _nf4_dequantize_fwd_words_kernel(
     packed_ptr,  # (E * words * 4,) uint8, read as words: eight elements each
-    absmax_ptr,  # (blocks,) float32, or uint8 if NESTED
-    nested_absmax_ptr,  # (ceil(blocks / 256),) if NESTED
-    nested_code_ptr,  # (256,) if NESTED
-    nested_offset_ptr,  # () if NESTED
+    absmax_ptr,  # (blocks,) float32, or uint8, see SCALE in packed/kernels.py
+    nested_absmax_ptr,  # (ceil(blocks / 256),)
+    nested_code_ptr,  # (256,)
+    nested_offset_ptr,  # (); where SCALE has them
     code_ptr,  # (16,) float32
     experts_ptr, first,  # (A,) integers, if HAS_EXPERTS; else the number of the first one
     out_ptr,  # (A, 8 * words)
     E, words, tiles,  # words and tiles in an expert
-    HAS_EXPERTS: tl.constexpr, NESTED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, NESTED_BLOCK: tl.constexpr,
+    HAS_EXPERTS: tl.constexpr, BLOCK_SIZE: tl.constexpr, SCALE: tl.constexpr,
     BLOCK_W: tl.constexpr, UNROLL: tl.constexpr,
     AHEAD: tl.constexpr, SPAN: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
@@ -179,7 +161,11 @@ def _nf4_dequantize_fwd_words_kernel(
         )  # fmt: skip
         packed += (word,)
         absmax += (tl.load(absmax_ptr + block0 + blocks, mask=mask, other=0),)
-    if NESTED:
+    if SCALE == "e8m0":
+        stored, absmax = absmax, ()
+        for u in tl.static_range(UNROLL):
+            absmax += (from_e8m0(stored[u]),)
+    elif SCALE != "float32":
         # A tile's blocks lie in one nested block or in two.
         tl.static_assert(TILE // WORDS < NESTED_BLOCK)
         some = readable > 0
@@ -187,13 +173,18 @@ def _nf4_dequantize_fwd_words_kernel(
         nested1 = (block0 + (within + left - 1) // WORDS) // NESTED_BLOCK
         scale0 = tl.load(nested_absmax_ptr + nested0, mask=some, other=0.0)
         scale1 = tl.load(nested_absmax_ptr + nested1, mask=some, other=0.0)
-        offset = tl.load(nested_offset_ptr, mask=some, other=0.0)
+        offset = 0.0
+        if SCALE == "nested":
+            offset = tl.load(nested_offset_ptr, mask=some, other=0.0)
         border = ((nested0 + 1) * NESTED_BLOCK - block0).to(tl.int32)
         quantized, absmax = absmax, ()
         for u in tl.static_range(UNROLL):
             offs_w = u * BLOCK_W + tl.arange(0, BLOCK_W)
-            value_ptrs = nested_code_ptr + quantized[u].to(tl.int32)
-            value = tl.load(value_ptrs, mask=offs_w < readable, other=0.0)
+            if SCALE == "e4m3":
+                value = from_e4m3(quantized[u])
+            else:
+                value_ptrs = nested_code_ptr + quantized[u].to(tl.int32)
+                value = tl.load(value_ptrs, mask=offs_w < readable, other=0.0)
             blocks = (within + offs_w) // WORDS
             scale = tl.where(blocks < border, scale0, scale1)
             absmax += (value * scale + offset,)
@@ -214,14 +205,13 @@ def _nf4_dequantize_fwd_words_kernel(
 @triton.jit(do_not_specialize=["first", "E", "size", "tiles"])
 def _nf4_dequantize_fwd_elements_kernel(
     packed_ptr,  # (ceil(E * size / 2),) uint8
-    absmax_ptr,  # (blocks,) float32, or uint8 if NESTED
-    nested_absmax_ptr, nested_code_ptr, nested_offset_ptr,  # (ceil(blocks / 256),), (256,), (), if NESTED
+    absmax_ptr,  # (blocks,) float32, or uint8, see SCALE in packed/kernels.py
+    nested_absmax_ptr, nested_code_ptr, nested_offset_ptr,  # (ceil(blocks / 256),), (256,), (), where SCALE has them
     code_ptr,  # (16,) float32
     experts_ptr, first,  # (A,) integers, if HAS_EXPERTS; else the number of the first one
     out_ptr,  # (A, size)
     E, size, tiles,  # elements and tiles in an expert
-    HAS_EXPERTS: tl.constexpr, NESTED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, NESTED_BLOCK: tl.constexpr,
+    HAS_EXPERTS: tl.constexpr, BLOCK_SIZE: tl.constexpr, SCALE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Any size: an expert may start in the middle of a byte and of a block. Neighbours share bytes through the cache."""
@@ -238,11 +228,7 @@ def _nf4_dequantize_fwd_elements_kernel(
     packed = tl.load(packed_ptr + byte0 + halves // 2, mask=mask, other=0).to(tl.int32)
     block0 = element0 // BLOCK_SIZE
     blocks = ((element0 - block0 * BLOCK_SIZE).to(tl.int32) + offs) // BLOCK_SIZE
-    absmax = tl.load(absmax_ptr + block0 + blocks, mask=mask, other=0)
-    if NESTED:
-        absmax = _nested_absmax(
-            absmax, mask, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, block0, blocks, NESTED_BLOCK
-        )
+    absmax = block_scale(block0, blocks, mask, absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, SCALE)
     index = (packed >> (4 - 4 * (halves & 1))) & 15
     out = tl.load(code_ptr + index) * absmax
     out_ptrs = out_ptr + slot.to(tl.int64) * size + tile0 + offs
@@ -294,20 +280,13 @@ def _nf4_quantize_fwd_kernel(
 
 
 MAX_MATMUL_M = 8  # tokens up to which W is not written to memory
-# Tokens up to which kernels for tensor cores decode W where there are such kernels.
-MAX_PACKED_M = products.SPLIT_K_ROWS
-# Rows of W a multiprocessor from which tiles decoded beside tensor cores are enough: they don't split K.
-PACKED_ROWS = 32
-# Of W, from which filling the table of pairs is worth it: in the gemv, and for more rows.
+# Elements of W from which kernels for tensor cores decode it, where there are such kernels: for few tokens, and for more.
 PACKED_ELEMENTS, SOME_ELEMENTS = 2**23, 2**22
 
 
-def for_tensor_cores(m: int, n: int, k: int, block_size: int, properties: runtime.DeviceProperties) -> bool:
-    """Whether a kernel for tensor cores, where there is one, is the right one."""
-    if m <= products.GEMV_ROWS and block_size >= 64:
-        return n * k >= PACKED_ELEMENTS
-    by_pairs = block_size >= 64 and n * k >= SOME_ELEMENTS
-    return 1 < m <= MAX_PACKED_M and (by_pairs or n >= PACKED_ROWS * properties.num_sms)
+def for_tensor_cores(m: int, n: int, k: int) -> bool:
+    """Whether W is large enough for a kernel for tensor cores, if :func:`kernelbook.packed.products.plan` has one."""
+    return n * k >= (PACKED_ELEMENTS if m <= MAX_MATMUL_M else SOME_ELEMENTS)
 
 
 MATMUL_TOKENS = 8  # of them in one program: x and the sums of a row stay in registers
@@ -330,14 +309,13 @@ def matmul_config(tokens: int, n: int, properties: runtime.DeviceProperties) -> 
 def _nf4_matmul_fwd_kernel(
     x_ptr,  # (M, 8 * words) contiguous
     packed_ptr,  # (E * N * words * 4,) uint8, read as words: eight elements of K each
-    absmax_ptr,  # (blocks,) float32, or uint8 if NESTED
-    nested_absmax_ptr, nested_code_ptr, nested_offset_ptr,  # (ceil(blocks / 256),), (256,), (), if NESTED
+    absmax_ptr,  # (blocks,) float32, or uint8, see SCALE in packed/kernels.py
+    nested_absmax_ptr, nested_code_ptr, nested_offset_ptr,  # (ceil(blocks / 256),), (256,), (), where SCALE has them
     code_ptr,  # (16,) float32
     expert_ptr, expert,  # (1,) integer, if HAS_EXPERT; else the number
     y_ptr,  # (M, N) output
     E, M, N, words,
-    HAS_EXPERT: tl.constexpr, NESTED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, NESTED_BLOCK: tl.constexpr,
+    HAS_EXPERT: tl.constexpr, BLOCK_SIZE: tl.constexpr, SCALE: tl.constexpr,
     BLOCK_M: tl.constexpr, ROWS: tl.constexpr, BLOCK_W: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """y = x W^T for the W of one expert: BLOCK_M * ROWS elements a program, each word read once and never dequantized
@@ -365,13 +343,9 @@ def _nf4_matmul_fwd_kernel(
                 offs = r * words + offs_w
                 packed += (tl.load(packed_ptr + word0 + offs, mask=mask, other=0),)
                 blocks = (within + offs) // (BLOCK_SIZE // 8)
-                scale = tl.load(absmax_ptr + block0 + blocks, mask=mask, other=0)
-                if NESTED:
-                    scale = _nested_absmax(
-                        scale, mask,
-                        nested_absmax_ptr, nested_code_ptr, nested_offset_ptr,
-                        block0, blocks, NESTED_BLOCK,
-                    )  # fmt: skip
+                scale = block_scale(
+                    block0, blocks, mask, absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, SCALE
+                )
                 absmax += (scale,)
         for u in tl.static_range(UNROLL):
             offs_w = w0 + u * BLOCK_W + tl.arange(0, BLOCK_W)

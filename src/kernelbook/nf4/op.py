@@ -13,7 +13,17 @@ from kernelbook.linear import linear, product
 from kernelbook.memory import empty
 from kernelbook.nf4 import kernels
 from kernelbook.operators import Op
-from kernelbook.packed import BLOCK_SIZES, DTYPES, FP4, NF4, CodeBook, NF4Tensor, products, quantized_scales
+from kernelbook.packed import (
+    BLOCK_SIZES,
+    DTYPES,
+    FP4,
+    NF4,
+    CodeBook,
+    NF4Tensor,
+    kind_of_scale,
+    products,
+    quantized_scales,
+)
 
 __all__ = ["BLOCK_SIZES", "FP4", "NF4", "CodeBook", "NF4Tensor", "nf4_dequantize", "nf4_matmul", "nf4_quantize"]
 
@@ -88,17 +98,17 @@ def _plan_dequantize(
     packed: torch.Tensor, absmax: Any, code: Any, nested_absmax: Any, nested_code: Any, nested_offset: Any,
     experts: torch.Tensor | None, expert: int | None, shape: Sequence[int], block_size: int, dtype: torch.dtype,
 ) -> _DequantizePlan:  # fmt: skip
-    whole, nested = experts is None and expert is None, nested_absmax is not None
+    whole, scale = experts is None and expert is None, kind_of_scale(block_size, nested_absmax, nested_offset)
     available, chosen = 1 if whole else shape[0], 1 if experts is None else experts.shape[0]
     size = math.prod(shape if whole else shape[1:])
     if chosen * size * available == 0:
         return _DequantizePlan(available, 0, 0, None, (0,))
     properties = runtime.properties(packed.device)
-    constants = {"HAS_EXPERTS": experts is not None, "NESTED": nested, "BLOCK_SIZE": block_size}
+    constants = {"HAS_EXPERTS": experts is not None, "SCALE": scale, "BLOCK_SIZE": block_size}
     # A multiplication fused with the addition of the offset would round once, bitsandbytes rounds twice.
-    options = {"NESTED_BLOCK": kernels.NESTED_BLOCK, "enable_fp_fusion": False}
+    options = {"enable_fp_fusion": False}
     if packed.data_ptr() % 4 == 0 and size % 8 == 0:
-        config = kernels.words_config(nested, properties)
+        config = kernels.words_config(scale == "nested", properties)
         length, tile = size // 8, config.kwargs["BLOCK_W"] * config.kwargs["UNROLL"]
         # By PTX, which is NVIDIA's, or by loads in the interpreter, where there is none.
         prefetch = "load" if runtime.INTERPRET else "instruction" if properties.is_nvidia else "none"
@@ -226,11 +236,11 @@ _quantize = Op(
 def nf4_matmul(x: torch.Tensor, q: NF4Tensor, expert: int | torch.Tensor) -> torch.Tensor:
     """``x @ W.T`` for the matrix W of one expert, without W in memory where ``x`` has few rows.
 
-    On Hopper GPUs up to 64 rows of 16 bits (K a multiple of 64) go through tensor cores, which take W as it is decoded.
-    With blocks of 64 or more and a W of 8 million elements or more, from 9 rows on of 4 million, they take the values of the
-    code book in the dtype of ``x``, and the scales multiply sums in float32. With 64 rows, or blocks of 32, and a W of 32 rows
-    a multiprocessor or more, they take W as :func:`nf4_dequantize` gives it. Otherwise up to 8 rows are multiplied in
-    float32, with W as it is; more rows share the cost of dequantizing: W is dequantized first and multiplied by PyTorch.
+    On Hopper GPUs up to 128 rows of 16 bits (K a multiple of 64), and up to 512 where their tiles fill the GPU, go through
+    tensor cores, which take W as it is decoded: from a W of 8 million elements on, from 9 rows on of 4 million. Up to 16 rows
+    an element is a code's value in the dtype of ``x`` times the scale, rounded once more; from 17 rows on NF4 and FP4 are what
+    :func:`nf4_dequantize` gives. Otherwise up to 8 rows are multiplied in float32, with W as it is; more rows share the cost of
+    dequantizing: W is dequantized first and multiplied by PyTorch.
     Within :func:`kernelbook.same_bits` any number of rows goes the same way: through tensor cores where the last of these
     kernels can, else W is made dense.
 
@@ -291,13 +301,13 @@ def _plan_matmul(
     nested_offset: Any, experts: torch.Tensor | None, expert: int | None, shape: Sequence[int], block_size: int,
 ) -> _MatmulPlan:  # fmt: skip
     (num_experts, n, k), m, properties = shape, math.prod(x.shape[:-1]), runtime.properties(x.device)
-    nested, alignment = nested_absmax is not None, packed.data_ptr() % 16
+    scale, alignment = kind_of_scale(block_size, nested_absmax, nested_offset), packed.data_ptr() % 16
     same_bits = properties.same_bits  # then one way for any number of rows: through tensor cores, or W made dense
     tensor_cores, launch, grid = None, None, (0, 0)
     some = m * n * num_experts > 0
-    if some and alignment == 0 and (same_bits or kernels.for_tensor_cores(m, n, k, block_size, properties)):
+    if some and alignment == 0 and (same_bits or kernels.for_tensor_cores(m, n, k)):
         tensor_cores = products.plan(
-            m, (1, n, k), False, x.dtype, block_size, nested, rank=0, has_bias=False, x_grouped=True, y_grouped=True,
+            m, (1, n, k), False, x.dtype, block_size, scale, rank=0, has_bias=False, x_grouped=True, y_grouped=True,
             routed=False, properties=properties,
         )  # fmt: skip
     words = k > 0 and k % 8 == 0 and alignment % 4 == 0
@@ -306,8 +316,7 @@ def _plan_matmul(
         config = kernels.matmul_config(tokens, n, properties)
         launch = launcher(
             kernels._nf4_matmul_fwd_kernel,
-            HAS_EXPERT=experts is not None, NESTED=nested, BLOCK_SIZE=block_size, NESTED_BLOCK=kernels.NESTED_BLOCK,
-            BLOCK_M=tokens, **config.kwargs, num_warps=config.num_warps,
+            HAS_EXPERT=experts is not None, SCALE=scale, BLOCK_SIZE=block_size, BLOCK_M=tokens, **config.kwargs, num_warps=config.num_warps,
         )  # fmt: skip
         grid = cdiv(n, config.kwargs["ROWS"]), cdiv(m, tokens)
     return _MatmulPlan(m, n, k, num_experts, tensor_cores, launch, grid)

@@ -11,16 +11,19 @@ from kernelbook import arguments
 __all__ = [
     "BLOCK_SIZES",
     "DTYPES",
+    "FLOAT8_SCALES",
     "FP4",
     "NESTED_BLOCK",
     "NF4",
     "CodeBook",
     "NF4Tensor",
     "dynamic_code",
+    "kind_of_scale",
     "quantized_scales",
 ]
 
 NESTED_BLOCK = 256  # absmax values that share one nested absmax
+FLOAT8_SCALES = {32: "e8m0", 16: "e4m3"}  # by block size, of MXFP4 and NVFP4
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -65,8 +68,9 @@ def _check_parts(block_size: int, n: int, *parts: Any) -> None:
         expected += [
             ("nested_absmax", (-(-blocks // NESTED_BLOCK),), torch.float32),
             ("nested_code", (256,), torch.float32),
-            ("nested_offset", (), torch.float32),
         ]
+        if block_size not in FLOAT8_SCALES or given["nested_offset"] is not None:
+            expected.append(("nested_offset", (), torch.float32))
     for name, shape, dtype in expected:
         value = given[name]
         if not isinstance(value, torch.Tensor):
@@ -93,7 +97,8 @@ class NF4Tensor:
         dtype: of the tensor that was quantized.
         nested_absmax: (ceil(blocks / 256),) float32, with double quantization: the scales of ``absmax``.
         nested_code: (256,) float32, with double quantization: the values that ``absmax`` stands for.
-        nested_offset: () float32, with double quantization: added at the end.
+        nested_offset: () float32, with double quantization: added at the end. ``None`` of MXFP4 and NVFP4, whose ``absmax``
+            holds the bytes of float8 scales.
 
     Raises:
         TypeError, ValueError: the parts do not fit together.
@@ -150,9 +155,10 @@ class NF4Tensor:
         """What it stands for, dense: each product of code and scale rounded once to float32, as kernels round it."""
         scale = self.absmax
         if self.nested_absmax is not None:
-            assert self.nested_code is not None and self.nested_offset is not None
+            assert self.nested_code is not None
             nested = self.nested_absmax.repeat_interleave(NESTED_BLOCK)[: scale.numel()]
-            scale = self.nested_code[scale.int()] * nested + self.nested_offset
+            scale = self.nested_code[scale.int()] * nested
+            scale = scale if self.nested_offset is None else scale + self.nested_offset
         index = torch.stack((self.packed >> 4, self.packed & 15), -1).flatten()[: self.numel].int()
         return (self.code[index] * scale.repeat_interleave(self.block_size)[: self.numel]).double().view(self.shape)
 
@@ -209,6 +215,13 @@ class NF4Tensor:
             dtype=quant_state.dtype,
             **nested,
         )
+
+
+def kind_of_scale(block_size: int, nested_absmax: torch.Tensor | None, nested_offset: torch.Tensor | None) -> str:
+    """What kernels call the scales of an ``NF4Tensor`` with these parts: "float32", "nested", "e8m0" or "e4m3"."""
+    if nested_absmax is None:
+        return "float32"
+    return FLOAT8_SCALES[block_size] if nested_offset is None else "nested"
 
 
 # What torch.save wrote is loaded under its default, weights_only=True, too: the class holds tensors and plain values.

@@ -3,7 +3,8 @@
 Both store e2m1 (a sign, two bits of exponent, one of mantissa), two elements a byte, the even one in the *low* half. MXFP4
 has a power of two (e8m0) for 32 elements of a row; NVFP4 has an e4m3 for 16, and a float32 for the whole tensor or for
 each expert. A scale of 8 bits that stands for one of 256 values, times a float32 of a larger block: that is what an
-``NF4Tensor`` with double quantization has. So these formats become such tensors, with the halves of their bytes swapped.
+``NF4Tensor`` with double quantization has. So these formats become such tensors, with the halves of their bytes swapped and
+nothing to be added to their scales, by which kernels know them.
 """
 
 from typing import Any
@@ -95,7 +96,6 @@ def fp4_tensor(
         dtype=dtype,
         nested_absmax=nested.contiguous(),
         nested_code=torch.arange(256, dtype=torch.uint8, device=packed.device).view(kind).float(),
-        nested_offset=torch.zeros((), dtype=torch.float32, device=packed.device),
     )
 
 

@@ -6,24 +6,29 @@ high bytes in the other four, and one ``prmt`` picks four bytes of eight by the 
 them and a third that chooses by the elements' fourth bit look up one byte of four elements, and another two mix low and
 high bytes: some two and a half instructions an element.
 
-A block's scale comes in one of three ways. It multiplies the table before the look-ups (``scaled_table`` and ``lookup``), in
-float32 and with one rounding: exact, and worth it where a thread has 32 elements or more of a block. It multiplies the sums
-over a block, which is cheap for few rows (``decoded`` without a scale). Or it multiplies the pairs, split in two 16-bit
-numbers so that its own rounding is not felt (``decoded`` with a scale).
+A block's scale comes in one of two ways. It multiplies the table before the look-ups (``scaled_table`` and ``lookup``), in
+float32 and with one rounding: exact, and worth it where a thread has 32 elements or more of a block. Or it multiplies the
+pairs (``decoded``), split in two 16-bit numbers so that its own rounding is not felt.
+
+Formats differ in two things, both of which SCALE says. ``"float32"`` and ``"nested"`` have a code book: NF4 and FP4, with
+scales as they are or as 8-bit codes. ``"e8m0"`` and ``"e4m3"`` are MXFP4 and NVFP4: the bits of their e2m1 are moved to where 16-bit numbers have them, and
+a scale of MXFP4, a power of two, needs no second half.
 
 Elsewhere, and for float32 and float64, the values are looked up with ``tl.gather`` and scaled in float32.
 """
 
 import re
 
+from kernelbook import packed
+
 # isort: split
 import triton
 import triton.language as tl
 
+NESTED_BLOCK = tl.constexpr(packed.NESTED_BLOCK)
+
 # $0 to $3: the pairs. $4: a word. $5 and $6: the scale's two halves, each twice. $7 to $10 and $11 to $14: the table.
-_DECODE = """
-{
-    .reg .b32 i, h, lo, hi, a, b, z, p0, p1, p2, p3;
+_LOOK_UP = """
     and.b32 i, $4, 0x77777777;
     shr.u32 h, $4, 1;
     lop3.b32 h, h, 0x44444444, 0x32103210, 0xea;
@@ -45,29 +50,47 @@ _DECODE = """
     prmt.b32 hi, a, b, h;
     prmt.b32 p2, lo, hi, 0x4051;
     prmt.b32 p3, lo, hi, 0x6273;
-REST}
 """
-_SCALE = """
-    mov.b32 z, 0x80008000;
-    FMA a, p0, $6, z;
-    FMA $0, p0, $5, a;
-    FMA a, p1, $6, z;
-    FMA $1, p1, $5, a;
-    FMA a, p2, $6, z;
-    FMA $2, p2, $5, a;
-    FMA a, p3, $6, z;
-    FMA $3, p3, $5, a;
-"""
-_PLAIN = """
-    mov.b32 $0, p0;
-    mov.b32 $1, p1;
-    mov.b32 $2, p2;
-    mov.b32 $3, p3;
-"""
-DECODE = tl.constexpr(_DECODE.replace("REST", _PLAIN))
-DECODE_BF16 = tl.constexpr(_DECODE.replace("REST", _SCALE.replace("FMA", "fma.rn.bf16x2")))
-DECODE_FP16 = tl.constexpr(_DECODE.replace("REST", _SCALE.replace("FMA", "fma.rn.f16x2")))
-REGISTERS = tl.constexpr("=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r,r")
+
+
+def _e2m1_asm(mantissa: int, bias: int) -> str:
+    """e2m1 has the bits of a 16-bit number, but for zeros between its sign and its exponent, and for the exponent's bias.
+
+    ``mantissa``: bits of the 16-bit number's; ``bias``: twice the bits of what it is too small by.
+    """
+    shift = 13 - mantissa
+    lines = ["    shl.b32 h, $4, 4;", f"    mov.b32 b, {bias:#x};", "    mov.b32 z, 0x80008000;"]
+    for pair in range(4):
+        lines += [
+            f"    prmt.b32 i, $4, h, {0x4000 + 0x1111 * pair:#x};",  # a byte's high half and its low one, each on top of 16 bits
+            "    and.b32 a, i, 0x80008000;",
+            f"    shr.u32 i, i, {shift};",
+            f"    lop3.b32 i, i, {0x70007000 >> shift:#x}, a, 0xea;",
+            f"    FMA p{pair}, i, b, z;",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+# The scale in one part, which is exact, or in two.
+_SCALE_ONE = "    mov.b32 z, 0x80008000;\n" + "".join(f"    FMA ${i}, p{i}, $5, z;\n" for i in range(4))
+_SCALE_TWO = "    mov.b32 z, 0x80008000;\n" + "".join(
+    f"    FMA a, p{i}, $6, z;\n    FMA ${i}, p{i}, $5, a;\n" for i in range(4)
+)
+_PLAIN = "".join(f"    mov.b32 ${i}, p{i};\n" for i in range(4))
+
+
+def _asm(elements: str, scale: str, dtype: str = "") -> "tl.constexpr":
+    """Assembly that decodes ``elements`` and multiplies them."""
+    names = ".reg .b32 i, h, lo, hi, a, b, z, p0, p1, p2, p3;\n"
+    return tl.constexpr("{\n" + names + (elements + scale).replace("FMA", f"fma.rn.{dtype}x2") + "}")
+
+
+DECODE_BF16, DECODE_FP16 = (_asm(_LOOK_UP, _SCALE_TWO, dtype) for dtype in ("bf16", "f16"))
+_E2M1 = {"bf16": _e2m1_asm(7, 0x7E807E80), "f16": _e2m1_asm(10, 0x74007400)}  # 2^126 and 2^14
+E2M1_BF16, E2M1_FP16 = (_asm(asm, _SCALE_TWO, dtype) for dtype, asm in _E2M1.items())
+E2M1_BY_POWER_BF16, E2M1_BY_POWER_FP16 = (_asm(asm, _SCALE_ONE, dtype) for dtype, asm in _E2M1.items())
+PAIRS = tl.constexpr("=&r,=&r,=&r,=&r")
+TABLE_INPUTS = tl.constexpr(",r" * 8)
 
 
 def _table_asm(convert: str) -> str:
@@ -105,9 +128,9 @@ def scaled_table(code, scale, dtype: tl.constexpr):
     )  # fmt: skip
 
 
+# As above, but for the scale: the table is $5 to $12.
+LOOKUP = _asm(re.sub(r"\$(\d+)", lambda m: f"${int(m[1]) - 2 * (int(m[1]) > 6)}", _LOOK_UP), _PLAIN)
 LOOKUP_REGISTERS = tl.constexpr("=&r," * 4 + ",".join("r" * 9))
-# As DECODE, but for the scale: the table is $5 to $12.
-LOOKUP = tl.constexpr(re.sub(r"\$(\d+)", lambda m: f"${int(m[1]) - 2 * (int(m[1]) > 6)}", DECODE.value))
 
 
 @triton.jit
@@ -171,26 +194,38 @@ def halves(pair, dtype: tl.constexpr):
 
 
 @triton.jit
-def decoded(word, scale, values, dtype: tl.constexpr):
+def pairs(word, scale, values, dtype: tl.constexpr, SCALE: tl.constexpr):
+    """Words (...) and their blocks' scales -> four pairs of 16-bit numbers in int32, (...) each."""
+    IS_BF16: tl.constexpr = dtype == tl.bfloat16
+    if SCALE == "e8m0":
+        p0, p1, p2, p3 = tl.inline_asm_elementwise(
+            E2M1_BY_POWER_BF16 if IS_BF16 else E2M1_BY_POWER_FP16, PAIRS + ",r,r",
+            [word, bits(scale.to(dtype)) * 0x10001],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
+    elif SCALE == "e4m3":
+        first, second = in_two(scale, dtype)
+        p0, p1, p2, p3 = tl.inline_asm_elementwise(
+            E2M1_BF16 if IS_BF16 else E2M1_FP16, PAIRS + ",r,r,r", [word, first, second],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        first, second = in_two(scale, dtype)
+        p0, p1, p2, p3 = tl.inline_asm_elementwise(
+            DECODE_BF16 if IS_BF16 else DECODE_FP16, PAIRS + ",r,r,r" + TABLE_INPUTS,
+            [word, first, second, values[0], values[1], values[2], values[3], values[4], values[5], values[6], values[7]],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
+    return p0, p1, p2, p3
+
+
+@triton.jit
+def decoded(word, scale, values, dtype: tl.constexpr, SCALE: tl.constexpr):
     """Words (...) and their blocks' scales -> the eight elements of each, (..., 2, 2, 2), the first one at (0, 0, 0).
 
     The dimensions are in the order in which they arise: the last tells words of four elements, the first pairs' halves.
     """
-    if scale is None:
-        first = word
-        second = word
-        ASM: tl.constexpr = DECODE
-    else:
-        first, second = in_two(scale, dtype)
-        ASM: tl.constexpr = DECODE_BF16 if dtype == tl.bfloat16 else DECODE_FP16
-    p0, p1, p2, p3 = tl.inline_asm_elementwise(
-        ASM,
-        REGISTERS,
-        [word, first, second, values[0], values[1], values[2], values[3], values[4], values[5], values[6], values[7]],
-        dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
-        is_pure=True,
-        pack=1,
-    )
+    p0, p1, p2, p3 = pairs(word, scale, values, dtype, SCALE)
     lower = tl.join(halves(p0, dtype), halves(p1, dtype))
     return tl.join(lower, tl.join(halves(p2, dtype), halves(p3, dtype)))
 
@@ -205,22 +240,52 @@ def twice_rounded(value, scale, offset):
 
 
 @triton.jit
+def from_e8m0(stored):
+    """Powers of two (uint8) in float32; 255 is NaN."""
+    stored = stored.to(tl.int32)
+    power = tl.maximum(stored << 23, 0x400000).to(
+        tl.float32, bitcast=True
+    )  # 0 is 2^-127, which has no exponent of its own
+    return tl.where(stored == 255, float("nan"), power)
+
+
+@triton.jit
+def from_e4m3(stored):
+    """e4m3 without a sign (uint8) in float32; 127 is NaN."""
+    stored = stored.to(tl.int32)
+    value = (stored << 20).to(
+        tl.float32, bitcast=True
+    ) * 1.329227995784916e36  # 2^120: its bits in their places, but the bias
+    return tl.where(stored == 127, float("nan"), value)
+
+
+@triton.jit
 def block_scale(
     block0, blocks, mask,
     absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr,
-    SCALE: tl.constexpr, NESTED_BLOCK: tl.constexpr,
+    SCALE: tl.constexpr,
 ):  # fmt: skip
-    """The scales of the blocks block0 (64-bit) + blocks (32-bit), in float32; zero where there is none (``mask``)."""
+    """The scales of the blocks block0 (64-bit) + blocks (32-bit), in float32; zero where there is none (``mask``).
+
+    But of e8m0, which has no zero: there elements are.
+    """
     nothing: tl.constexpr = None if mask is None else 0
     stored = tl.load(absmax_ptr + block0 + blocks, mask=mask, other=nothing)
     if SCALE == "float32":
-        return stored
-    nested0 = block0 // NESTED_BLOCK
-    within = (block0 - nested0 * NESTED_BLOCK).to(tl.int32)
-    scale = tl.load(nested_absmax_ptr + nested0 + (within + blocks) // NESTED_BLOCK, mask=mask, other=nothing)
-    value = tl.load(nested_code_ptr + stored.to(tl.int32), mask=mask, other=nothing)
-    value = twice_rounded(value, scale, tl.load(nested_offset_ptr))
-    return value if mask is None else tl.where(mask, value, 0.0)
+        value = stored
+    elif SCALE == "e8m0":
+        value = from_e8m0(stored)
+    else:
+        nested0 = block0 // NESTED_BLOCK
+        within = (block0 - nested0 * NESTED_BLOCK).to(tl.int32)
+        scale = tl.load(nested_absmax_ptr + nested0 + (within + blocks) // NESTED_BLOCK, mask=mask, other=nothing)
+        if SCALE == "e4m3":
+            value = from_e4m3(stored) * scale
+        else:
+            value = tl.load(nested_code_ptr + stored.to(tl.int32), mask=mask, other=nothing)
+            value = twice_rounded(value, scale, tl.load(nested_offset_ptr))
+            value = value if mask is None else tl.where(mask, value, 0.0)
+    return value
 
 
 @triton.jit
@@ -229,7 +294,7 @@ def load_tile(
     code, values,
     matrix, row0, col0, rows, cols,
     ROWS: tl.constexpr, COLS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, SCALE: tl.constexpr, NESTED_BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, SCALE: tl.constexpr,
     PERMUTE: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """A tile (ROWS, COLS) in ``dtype`` of the ``matrix``-th of matrices (rows, cols), from (row0, col0); zero outside.
@@ -249,12 +314,12 @@ def load_tile(
     mask = (offs_r < rows - row0) & (offs_c < cols - col0)
     scale = block_scale(
         block0, (within + offs) // BLOCK_SIZE, mask,
-        absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, SCALE, NESTED_BLOCK,
+        absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, SCALE,
     )[:, :, None]  # fmt: skip
     offs_w = (offs // 8)[:, :, None] + tl.arange(0, GROUP // 8)[None, None, :]
     word = tl.load(packed_ptr + element0 // 8 + offs_w, mask=mask[:, :, None], other=0)  # (ROWS, GROUPS, GROUP / 8)
     if PERMUTE:
-        w = tl.permute(decoded(word, scale, values, dtype), (0, 1, 2, 5, 4, 3))
+        w = tl.permute(decoded(word, scale, values, dtype, SCALE), (0, 1, 2, 5, 4, 3))
     else:
         offs_e = tl.arange(0, 8)
         index = (word[:, :, :, None] >> ((4 * offs_e) ^ 4)[None, None, None, :]) & 15
