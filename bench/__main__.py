@@ -243,7 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     if given.gpus > 1:
         return divided(arguments, given.gpus, out, given.seconds)
-    folder = out / runtime.device_slug()
+    folder = out / record.device_slug()
     codes = [measure(name, given, folder) for name in names]
     codes += [chapters.record_steps(name) for name in given.steps]
     if not given.warm:

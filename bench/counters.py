@@ -74,7 +74,7 @@ def middle_cases() -> dict[str, timing.Case]:
     """For each function and pass, of what is recorded on this GPU, the case with the middle share of the bound."""
     benches = bench.benches(bench.CASE_BY_CASE)
     cases = {str(case): case for one in benches for case in (*(one.cases() if one.cases else ()), *one.models())}
-    found = measured.bounded(runtime.device_slug())
+    found = measured.bounded(record.device_slug())
     columns = [found[name] for name in ("op", "mode", "dtype", "shape", "x_name", "x")]
     names = [
         f"{op} {mode} {dtype} {shape} {of}={x:.12g}" for op, mode, dtype, shape, of, x in zip(*columns, strict=True)
@@ -144,7 +144,7 @@ def main(arguments: list[str] | None = None) -> int:
     if shutil.which("ncu") is None or runtime.DEVICE.type != "cuda":
         print("counters: expected a GPU, and Nsight Compute's 'ncu' on the path", file=sys.stderr)
         return 2
-    folder, missing = record.results_dir() / runtime.device_slug(), []
+    folder, missing = record.results_dir() / record.device_slug(), []
     there: set[tuple[Any, ...]] = set()
     if (folder / "counters.csv").exists():
         rows = record.load_results("counters", folder.name)

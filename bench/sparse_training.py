@@ -321,7 +321,7 @@ class Study:
     """The experiments in one process, recorded as they come, for one :attr:`width` at a time."""
 
     def __init__(self, out: Path, deadline: float) -> None:
-        self.width, self.out, self.deadline = 512, out / runtime.device_slug(), deadline
+        self.width, self.out, self.deadline = 512, out / record.device_slug(), deadline
         self.run = record.new_run()
         self.about = record.environment(STEM)
         self.data = make_data(CONFIGS["small"])  # the same for all widths

@@ -13,6 +13,7 @@ import torch
 
 import kernelbook
 from kernelbook import arguments, runtime, tensors
+from kernelbook.lab import timing
 
 Call = Callable[[torch.Tensor], torch.Tensor]
 
@@ -70,44 +71,6 @@ def test_reshaped_shares_memory_and_is_no_view() -> None:
     assert out.shape == (2, 3) and out.data_ptr() == base.data_ptr() and not out._is_view()
 
 
-def test_a_check_is_made_once_for_each_kind_of_call() -> None:
-    made = []
-
-    @arguments.once
-    def check(x: Any, n: Any) -> Any:
-        made.append((x, n))
-        if n == 3:
-            raise ValueError("three")
-        return n
-
-    a, b = torch.ones(4, 2), torch.zeros(4, 2)
-    assert check(a, 1) == check(b, 1) == 1 and len(made) == 1
-    for args in (
-        (a[:3], 1),
-        (a.double(), 1),
-        (a.to_sparse(), 1),
-        (a.to("meta"), 1),
-        (a, 2),
-        (a, True),
-        (a, 1.0),
-        (None, 1),
-    ):
-        before = len(made)
-        check(*args), check(*args)
-        assert len(made) == before + 1, args
-    for _ in range(2):
-        with pytest.raises(ValueError, match="three"):
-            check(a, 3)
-    before = len(made)
-    check([1], 1), check([1], 1)  # not a simple value
-    assert len(made) == before + 2
-    with torch.autograd.forward_ad.dual_level():
-        check(a, 1)
-    assert len(made) == before + 3
-    check(a, 1), check(a, 2), check(a, 1)  # a kind that came between is no reason to forget another
-    assert len(made) == before + 3
-
-
 def test_bfloat16_on_a_gpu_that_has_none_is_said_once() -> None:
     arguments._warn_of_bfloat16.cache_clear()  # another test may have been told
     x = {dtype: _draw(3, 16).to(dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32)}
@@ -125,7 +88,7 @@ def test_bfloat16_on_a_gpu_that_has_none_is_said_once() -> None:
         check("sm_75", torch.bfloat16)
     for target, dtype in (("sm_75", torch.float16), ("sm_80", torch.bfloat16), ("gfx942", torch.bfloat16)):
         with runtime.compiling_for(target):
-            assert runtime.half_dtype() == dtype
+            assert timing.half_dtype() == dtype
     arguments._warn_of_bfloat16.cache_clear()
 
 

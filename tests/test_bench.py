@@ -116,7 +116,7 @@ def _raises(x: torch.Tensor) -> torch.Tensor:
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     """Measures the given cases, as on a GPU named fake-gpu, into ``tmp_path``; returns the exit code."""
     monkeypatch.setattr(timing, "measure_ceilings", lambda: timing.Ceilings(4000.0, 700.0, 350.0, 4.0, 7.0))
-    monkeypatch.setattr(runtime, "device_slug", lambda: "fake-gpu")
+    monkeypatch.setattr(record, "device_slug", lambda: "fake-gpu")
     monkeypatch.setattr(command, "can_measure", lambda: True)
     monkeypatch.setattr(stale, "commit", lambda: "one")
     monkeypatch.setattr(stale, "kernels_hash", lambda *_: "today")

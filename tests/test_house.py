@@ -42,9 +42,7 @@ DOORS = {
 # of the host's part behind that of op.py.
 DOORS_THAT_MAY_BE = {
     **dict.fromkeys(("kernels_hopper.py", "kernels_decode.py", "kernels_same_bits.py"), DOORS["kernels.py"]),
-    **dict.fromkeys(
-        ("launches.py", "backward.py", "routing.py", "grouped.py", "lora.py", "pages.py", "packing.py"), DOORS["op.py"]
-    ),
+    **dict.fromkeys(("launches.py", "backward.py", "routing.py", "grouped.py", "lora.py", "pages.py"), DOORS["op.py"]),
 }
 # What kernels of several rooms call, and the product that several rooms launch.
 SHARED_BY_KERNELS = {"linear/kernels.py", "tiles.py", "packed/kernels.py", "packed/kernels_nvidia.py"}
@@ -59,9 +57,8 @@ OWN_MODULES = {
     "routing.py": {"kernels"},
     "grouped.py": {"kernels", "routing"},
     "lora.py": {"kernels", "routing", "grouped", "op"},
-    "packing.py": {"kernels"},
     "op.py": {
-        *("kernels", "kernels_decode", "kernels_same_bits", "launches", "backward", "routing", "grouped", "packing"),
+        *("kernels", "kernels_decode", "kernels_same_bits", "launches", "backward", "routing", "grouped"),
     },
     "pages.py": {"kernels", "kernels_decode", "launches", "op"},
     "__init__.py": {"op", "lora", "pages", "reference", "kernels"},

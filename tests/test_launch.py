@@ -94,14 +94,6 @@ def test_numbers_of_one_kind_share_a_key() -> None:
     assert len({_key(x, x, n, 1, 0.5, True) for n in (1, 2, 16, 2**31, 2**31 + 1, 2**63)}) == 6
 
 
-def test_kinds_of_integers_are_remembered_up_to_a_number() -> None:
-    kinds = launch._IntegerKinds()
-    for n in range(2**16):
-        kinds[n]
-    assert len(kinds) == 2**16
-    assert kinds[-1] == kinds[3] and len(kinds) == 2
-
-
 def test_a_descriptor_has_the_key_of_its_form(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "ensure_context", lambda device: None)
     x, y = (torch.zeros(rows, 8, dtype=torch.float16)[:, :4] for rows in (6, 9))
@@ -179,7 +171,7 @@ class _FakeKernel:
     def __getitem__(self, grid: Any) -> Any:
         def run(*args: Any, **constants: Any) -> Any:
             self.by_triton.append((grid, args))
-            key = f"{args[0].dtype} {args[0].data_ptr() % 16} {launch._integer_kinds[args[1]]}"
+            key = f"{args[0].dtype} {args[0].data_ptr() % 16} {launch._integer_kind(args[1])}"
             cache = self.device_caches[self.device][0]
             if key not in cache:
                 called = functools.partial(self._call, f"device {self.device}: {key}")

@@ -6,7 +6,6 @@ import pandas as pd
 import pytest
 
 from bench import counters as bench_counters
-from kernelbook import runtime
 from kernelbook.lab import measured, record
 
 
@@ -210,7 +209,7 @@ def test_what_is_wrong_is_no_baseline(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def test_the_middle_point_of_every_function_is_a_case_that_can_be_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "device_slug", lambda: record.BOOKS_GPU)
+    monkeypatch.setattr(record, "device_slug", lambda: record.BOOKS_GPU)
     found = measured.bounded(record.BOOKS_GPU)
     cases = list(bench_counters.middle_cases().values())
     assert {(case.op, case.mode) for case in cases} == set(zip(found["op"], found["mode"], strict=True))

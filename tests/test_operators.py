@@ -116,6 +116,40 @@ def test_a_plan_is_made_once_and_checks_run_where_it_is_made(scaled: tuple[Op, _
         op(x, "w", None, 2.0)
 
 
+def test_a_call_that_pytorch_answers_is_checked_once_for_each_kind() -> None:
+    made: list[Any] = []
+
+    def check(x: Any, w: Any, factor: Any) -> None:
+        made.append((x, w, factor))
+        if factor == 3.0:
+            raise ValueError("three")
+
+    op = Op(
+        "test_checked(Tensor x, Tensor? w, float factor) -> Tensor", check=check,
+        outputs=lambda x, *_: (empty(x.shape, x.dtype, x),), plan=lambda *_: None, run=lambda *_: None,
+    )  # fmt: skip
+    a, b = torch.ones(4, 2), torch.zeros(4, 2)
+    op.check_once(a, None, 1.0), op.check_once(b, None, 1.0)
+    assert len(made) == 1
+    for args in ((a[:3], None, 1.0), (a.double(), None, 1.0), (a, b, 1.0), (a.to("meta"), None, 1.0), (a, None, 2.0)):
+        before = len(made)
+        op.check_once(*args), op.check_once(*args)
+        assert len(made) == before + 1, args
+    for args in ((a.to_sparse(), None, 1.0), ("a", None, 1.0)):  # what has no key is always checked
+        before = len(made)
+        op.check_once(*args), op.check_once(*args)
+        assert len(made) == before + 2, args
+    for _ in range(2):
+        with pytest.raises(ValueError, match="three"):
+            op.check_once(a, None, 3.0)
+    before = len(made)
+    with torch.autograd.forward_ad.dual_level():
+        op.check_once(a, None, 1.0)
+    assert len(made) == before + 1
+    op.check_once(a, None, 1.0), op.check_once(a, None, 2.0)  # a kind that came between is no reason to forget another
+    assert len(made) == before + 1
+
+
 @pytest.mark.parametrize(
     "other",
     (

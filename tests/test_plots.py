@@ -4,7 +4,6 @@ import math
 import re
 from pathlib import Path
 
-from kernelbook import runtime
 from kernelbook.lab import measured, plots, record, stale
 
 # isort: split
@@ -199,7 +198,7 @@ def test_gpus_with_results_come_in_the_readers_order(monkeypatch: pytest.MonkeyP
         (tmp_path / gpu).mkdir()
         (tmp_path / gpu / ("layer_norm.csv" if gpu != "empty" else "nf4.csv")).write_text("")
     assert record.recorded_gpus("layer_norm") == ["nvidia-h200", "a-gpu", "my-gpu"]
-    monkeypatch.setattr(runtime, "device_slug", lambda: "my-gpu")
+    monkeypatch.setattr(record, "device_slug", lambda: "my-gpu")
     assert record.recorded_gpus("layer_norm") == ["nvidia-h200", "my-gpu", "a-gpu"]
     assert record.recorded_gpus("layer_norm", "nf4")[-1] == "empty"
 

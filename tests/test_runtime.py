@@ -179,8 +179,6 @@ def test_launching_in_compile_only_mode_is_refused() -> None:
 @pytest.mark.skipif(not runtime.INTERPRET, reason="about the interpreter")
 def test_bfloat16_is_right_in_the_interpreter() -> None:
     """The interpreter's own bfloat16 arithmetic is not (it truncates, or worse): ours works in float32 inside."""
-    assert runtime.kernel_dtype(torch.bfloat16) == torch.float32
-    assert runtime.kernel_dtype(torch.float16) == torch.float16
     x, w = torch.randn(9, 40).bfloat16(), torch.randn(40).bfloat16()
     exact = layer_norm_reference(x.double(), w.double())
     # Rounded once and to nearest: within half a unit in the last place of every element.

@@ -21,7 +21,6 @@ from kernelbook.sparse_linear import (
     gather_cublas_backward,
     kernels,
     op,
-    packing,
     python_loop_backward,
     sparse_dw_reference,
     sparse_dx_reference,
@@ -156,20 +155,21 @@ PLANS += [_plan(128, 64, 64, 1, True), _plan(64, 32, 128, 1, True), _plan(32, 32
 )
 @pytest.mark.parametrize("dtype", (torch.float16, torch.float64), ids=label)
 @pytest.mark.parametrize("wanted", ("dw", "dx", "both", "compact"))
-def test_every_way_to_cut_the_work(plan: kernels.Plan, dtype: torch.dtype, wanted: str) -> None:
+@pytest.mark.usefixtures("_forgotten")
+def test_every_way_to_cut_the_work(
+    plan: kernels.Plan, dtype: torch.dtype, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if runtime.DEVICE.type == "cuda" and dtype == torch.float64:
         pytest.skip("on a GPU float64 goes through cuBLAS")
     m, d_in, d_out, chunk = 100, 72, 304, 64
     x, weight, dy = randn(m, d_in, dtype=dtype), randn(d_out, d_in, dtype=dtype), randn(m, d_out, dtype=dtype)
     ids = _chunks(d_out, chunk, 3)
     with_dw, with_dx, compact = wanted != "dx", wanted != "dw", wanted == "compact"
-    rows = 3 * chunk if compact else d_out
+    monkeypatch.setattr(kernels, "strategy", lambda *_: "tiles")
+    monkeypatch.setattr(kernels, "plan_backward", lambda *_: plan)
+    needs = (with_dx, with_dw, with_dw)
     with check.poisoned_empty():
-        dx = torch.empty_like(x) if with_dx else None
-        dw, db = (x.new_empty(rows, d_in), x.new_empty(rows)) if with_dw else (None, None)
-        chunks = packing.Chunks(chunk, d_out, dw_compact=compact, listed=3)
-        tiles = op._plan_tiles(plan, chunks, m, d_in, with_dx, with_dw)
-        op._run_tiles(tiles, ids, dy, x, weight, dx, dw, db)
+        dx, dw, db = op.products(dy, x, weight, ids, chunk, None, False, False, compact, needs)
     tolerance = 2e-3 if dtype == torch.float16 else 1e-13
     if with_dw:
         exact = sparse_dw_reference(x.double(), dy.double(), ids, chunk_size=chunk, compact=compact)
@@ -536,8 +536,8 @@ def test_plans_cover_every_shape(target: str) -> None:
 def test_large_and_not_aligned_is_packed(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such rows are copied together for cuBLAS; here a problem counts as large from the first operation on."""
     monkeypatch.setattr(kernels, "SMALL_FLOP", 0.0)
-    packed, run = [], packing.run_packed
-    monkeypatch.setattr(packing, "run_packed", lambda *args: (packed.append(args), run(*args)))
+    packed, run = [], op.run_packed
+    monkeypatch.setattr(op, "run_packed", lambda *args: (packed.append(args), run(*args)))
     x, weight, dy = (randn(*s, dtype=torch.float16) for s in ((m, 21), (70, 21), (m, 70)))
     _check_all(x, weight, randn(70, dtype=torch.float16), dy, _chunks(70, 16, 3), 16)
     assert packed
@@ -552,8 +552,8 @@ def test_large_and_not_aligned_is_packed(m: int, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(("limit", "chunk"), (("UNBOXED_FLOP", 16), ("UNBOXED_FLOP", 40), ("SMALL_FLOP", 17)))
 def test_large_with_chunks_that_no_box_fits_is_packed(limit: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The columns of dY end with their chunk; a product that takes no part of dY from a chunk is left as it is."""
-    packed, run = [], packing.run_packed
-    monkeypatch.setattr(packing, "run_packed", lambda *args: (packed.append(args), run(*args)))
+    packed, run = [], op.run_packed
+    monkeypatch.setattr(op, "run_packed", lambda *args: (packed.append(args), run(*args)))
     x, weight, dy = (randn(*s, dtype=torch.float16) for s in ((9, 24), (136, 24), (9, 136)))
     ids = _chunks(136, chunk, 3)
     kb.sparse_backward(x, weight, dy, ids, chunk_size=chunk)

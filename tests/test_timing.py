@@ -277,7 +277,7 @@ def test_steps_replace_those_of_the_same_table_and_keep_the_others(
     assert timing.time_steps("square_steps", [_case()]).empty  # the interpreter's times say nothing
     about = record.environment()
     monkeypatch.setattr(timing.runtime, "DEVICE", SimpleNamespace(type="cuda"))
-    monkeypatch.setattr(timing.runtime, "device_slug", lambda: "a-gpu")
+    monkeypatch.setattr(record, "device_slug", lambda: "a-gpu")
     monkeypatch.setattr(record, "environment", lambda *_: about)
     monkeypatch.setattr(record, "results_dir", lambda: tmp_path)
     failures: list[str] = []

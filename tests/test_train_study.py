@@ -120,7 +120,7 @@ def test_equal_seconds_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(study, "budget_variants", lambda settings: iter(chosen))
     options = ["--width", "512", "--what", "budgets", "--out", str(tmp_path)]
     assert study.main(options) == 0
-    path = tmp_path / runtime.device_slug() / "sparse_training_budgets.csv"
+    path = tmp_path / record.device_slug() / "sparse_training_budgets.csv"
     before = path.read_bytes()
     rows = pd.read_csv(path)
     spent = rows["dense_steps"] * rows["step_ms"].iloc[0] + (rows["steps"] - rows["dense_steps"]) * rows["step_ms"]

@@ -88,7 +88,7 @@ def main(arguments: list[str]) -> int:
         c = page.specialized(a, b, programs=programs, kernel=page._matmul_specialized_kernel)
     torch.testing.assert_close(c, a @ b, rtol=1e-2, atol=1.0)
     table = spans(page.CLOCKS[programs // 2].cpu(), STEPS)
-    path = record.results_dir() / runtime.device_slug() / "gluon_timeline.csv"
+    path = record.results_dir() / record.device_slug() / "gluon_timeline.csv"
     table.to_csv(path, index=False, lineterminator="\n")
     cycles = (table["end"] - table["begin"]).groupby([table["partition"], table["what"]]).median()
     print(cycles.to_string(), f"\n{len(table)} spans in {path}")

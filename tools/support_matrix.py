@@ -148,7 +148,7 @@ def generations() -> list[dict[str, str]]:
     measured = sorted(p.name for p in record.results_dir().iterdir() if (p / "ceilings.csv").is_file())
     lines = []
     for target, properties in runtime.TARGETS.items():
-        here = [gpu for gpu in measured if gpu.startswith((runtime.slug(properties.name), *RELATIVES.get(target, ())))]
+        here = [gpu for gpu in measured if gpu.startswith((record.slug(properties.name), *RELATIVES.get(target, ())))]
         lines.append({
             "generation": target,
             "such as": properties.name,

@@ -17,7 +17,6 @@ if importlib.util.find_spec("triton") is None:
 from kernelbook import runtime  # first: it sets up Triton before anything imports it
 
 # isort: split
-from kernelbook import interpreter  # noqa: F401  as early: before any kernel runs
 from kernelbook.attention import append_to_pages, flash_attention, paged_attention
 from kernelbook.layer_norm import layer_norm, rms_norm
 from kernelbook.moe_lora import Routing, moe_lora, route, scatter2scatter

@@ -4,54 +4,16 @@ import dataclasses
 import functools
 import numbers
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch.autograd import forward_ad
 
 from kernelbook import runtime
-from kernelbook.tensors import has_values, is_transformed
+from kernelbook.tensors import has_values
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-Result = TypeVar("Result")
-_SIMPLE = frozenset((bool, float, int, str, type(None)))
-
-
-def once(check: Callable[..., Result]) -> Callable[..., Result]:
-    """Call ``check(*args)`` once for each kind of call, and remember what it returned.
-
-    Calls are of one kind if their tensors have the same shapes, dtypes, devices and layouts, and all else is equal; so
-    ``check`` looks at nothing but that. Arguments that are neither tensors nor simple values are always checked, and so
-    is everything while PyTorch compiles or transforms.
-    """
-    seen: dict[tuple[Any, ...], Result] = {}
-
-    @functools.wraps(check)
-    def checked(*args: Any) -> Result:
-        if runtime.COMPILE_ONLY or is_transformed():
-            return check(*args)
-        key: list[Any] = []
-        for arg in args:
-            kind = type(arg)
-            if kind is torch.Tensor or kind is torch.nn.Parameter:
-                key += (arg.shape, arg.dtype, arg.device, arg.layout)
-            elif kind in _SIMPLE:
-                key += (kind, arg)
-            else:
-                return check(*args)
-        kind_of_call = tuple(key)
-        try:
-            return seen[kind_of_call]
-        except KeyError:
-            if len(seen) >= 4096:
-                seen.clear()
-            result = seen[kind_of_call] = check(*args)  # an error is not remembered
-            return result
-
-    return checked
 
 
 def _names(dtypes: Sequence[torch.dtype]) -> str:
@@ -67,13 +29,18 @@ def _warn_of_bfloat16(gpu: str) -> None:
     )
 
 
-def check_tensor(op: str, name: str, value: object, *, dtypes: Sequence[torch.dtype] = FLOATING) -> None:
-    """Raise unless ``value`` is a tensor of one of ``dtypes`` on a device where kernels run in this process."""
+def check_tensor(
+    op: str, name: str, value: object, *, dtypes: Sequence[torch.dtype] = FLOATING, dims: int | None = None
+) -> None:
+    """Raise unless ``value`` is a tensor of one of ``dtypes`` on a device where kernels run, with ``dims`` dimensions if given."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(value).__name__}")
     check_dtype(op, name, value, dtypes)
     if value.layout != torch.strided:
         raise TypeError(f"{op}: {name} must be a dense tensor, got layout {value.layout}")
+    if dims is not None and value.ndim != dims:
+        expected = ("no dimension", "one dimension", "two dimensions", "three dimensions")[dims]
+        raise ValueError(f"{op}: {name} must have {expected}, got shape {tuple(value.shape)}")
     _check_transforms(op, name, value)
     if value.dtype == torch.bfloat16 and not value.is_meta and not runtime.properties(value.device).has_tensor_cores:
         _warn_of_bfloat16(runtime.properties(value.device).name)
@@ -83,9 +50,7 @@ def check_tensor(op: str, name: str, value: object, *, dtypes: Sequence[torch.dt
         return
     if value.device.type != "cpu":
         raise ValueError(f"{op}: {name} must be on a GPU (or on the CPU under the interpreter), got {value.device}")
-    if (
-        runtime.COMPILE_ONLY and runtime.compile_target is None
-    ):  # with a target, launches are recorded (see ``compiled``)
+    if runtime.COMPILE_ONLY and runtime.compile_target is None:  # with one, launches are recorded (see ``compiled``)
         raise ValueError(
             f"{op}: {name} cannot be used: there is no GPU and TRITON_INTERPRET=0, so kernels can only be compiled here"
         )
@@ -135,18 +100,13 @@ def _check_same(op: str, tensors: dict[str, Any], what: str, verb: str, error: t
             raise error(f"{op}: {name} must {verb} the {what} of {first} ({expected}), got {got}")
 
 
-def check_linear(op: str, x: object, name: str, weight: object) -> None:
+def check_linear(op: str, x: Any, name: str, weight: Any) -> None:
     """Raise unless ``x`` (..., K) and the matrix ``weight`` (N, K), called ``name``, have one dtype and one device."""
     check_tensor(op, "x", x)
-    check_tensor(op, name, weight)
-    assert isinstance(x, torch.Tensor) and isinstance(weight, torch.Tensor)
+    check_tensor(op, name, weight, dims=2)
     if x.ndim == 0:
         raise ValueError(f"{op}: x must have at least one dimension, got a scalar")
-    if weight.ndim != 2:
-        raise ValueError(f"{op}: {name} must have two dimensions, got shape {tuple(weight.shape)}")
-    check_shape(op, name, weight, (weight.shape[0], x.shape[-1]))
-    check_same_dtype(op, x=x, **{name: weight})
-    check_same_device(op, x=x, **{name: weight})
+    check_alike(op, x, **{name: (weight, (weight.shape[0], x.shape[-1]))})
 
 
 def check_alike(op: str, x: torch.Tensor, **others: tuple[Any, Sequence[int]]) -> None:
@@ -205,10 +165,7 @@ def number(op: str, name: str, value: Any, expected: str = "a number") -> float:
 
 def check_indices(op: str, name: str, value: object) -> None:
     """Raise unless ``value`` is a one-dimensional int64 or int32 tensor; :func:`check_index_values` reads it."""
-    check_tensor(op, name, value, dtypes=(torch.int64, torch.int32))
-    assert isinstance(value, torch.Tensor)
-    if value.ndim != 1:
-        raise ValueError(f"{op}: {name} must have one dimension, got shape {tuple(value.shape)}")
+    check_tensor(op, name, value, dtypes=(torch.int64, torch.int32), dims=1)
 
 
 def check_index_values(
@@ -238,10 +195,10 @@ def check_index_values(
             raise ValueError(f"{op}: {name} must not repeat an entry, got {int(ids[counts > 1][0])} more than once")
 
 
-def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
-    """Autocast's dtype on the tensor's device; ``None`` where it is off."""
+def autocast_dtype(tensor: Any) -> torch.dtype | None:
+    """Autocast's dtype on the tensor's device; ``None`` where it is off, and for what is no tensor."""
     # PyTorch knows no autocast for meta tensors, and asking raises.
-    if tensor.is_meta or not torch.is_autocast_enabled(tensor.device.type):
+    if not isinstance(tensor, torch.Tensor) or tensor.is_meta or not torch.is_autocast_enabled(tensor.device.type):
         return None
     return torch.get_autocast_dtype(tensor.device.type)
 
@@ -254,6 +211,5 @@ def lowered(arg: Any, dtype: torch.dtype) -> Any:
 
 def in_autocast_dtype(*tensors: Any) -> tuple[Any, ...]:
     """Return ``tensors`` as :func:`lowered` does where autocast is on for the first one's device."""
-    first = tensors[0]
-    dtype = autocast_dtype(first) if isinstance(first, torch.Tensor) else None
+    dtype = autocast_dtype(tensors[0])
     return tensors if dtype is None else tuple(lowered(tensor, dtype) for tensor in tensors)

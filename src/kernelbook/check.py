@@ -31,21 +31,6 @@ import torch
 
 from kernelbook import memory
 
-__all__ = [
-    "ELEMENT_FACTOR",
-    "ELEMENT_FLOOR",
-    "FLOOR",
-    "FORWARD_FACTOR",
-    "GRADIENT_FACTOR",
-    "CheckError",
-    "Verdict",
-    "check_op",
-    "compare",
-    "largest_error",
-    "poisoned_empty",
-    "relative_error",
-]
-
 FORWARD_FACTOR = 2.0
 GRADIENT_FACTOR = 3.0
 ELEMENT_FACTOR = 8.0
@@ -240,7 +225,6 @@ def check_op(
     grads: Sequence[str] = (),
     baseline: Callable[..., Any] | None = None,
     forward_factor: float = FORWARD_FACTOR,
-    gradient_factor: float = GRADIENT_FACTOR,
     require: bool = True,
 ) -> list[Verdict]:
     """Check ``fn(**inputs)`` and the gradients of the inputs named in ``grads``.
@@ -275,7 +259,7 @@ def check_op(
     for name, ours, true_grad, base_grad in zip(grads, gradients, truth_gradients, base_gradients, strict=True):
         if ours is None or true_grad is None or base_grad is None:
             raise CheckError(f"d{name}: no gradient from {'fn' if ours is None else 'the reference'}")
-        verdicts.append(compare(f"d{name}", ours, true_grad, base_grad, factor=gradient_factor))
+        verdicts.append(compare(f"d{name}", ours, true_grad, base_grad, factor=GRADIENT_FACTOR))
     if require:
         for verdict in verdicts:
             verdict.require()

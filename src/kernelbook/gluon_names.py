@@ -9,8 +9,6 @@ from typing import Any
 
 from kernelbook import runtime  # before Triton, which it sets up
 
-__all__ = ["USABLE", "async_copy", "thread_barrier", "tma"]
-
 
 def _named(module: Any, **newer: str) -> Any:
     """Return the module; where it has the ``newer`` names, a copy in which these functions have the older ones too."""

@@ -9,7 +9,7 @@ silently wrong in it.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -69,13 +69,11 @@ def _row_by_row(dot: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def widened(args: Sequence[Any]) -> Iterator[list[Any]]:
+def widened(args: Iterable[Any]) -> Iterator[list[Any]]:
     """A kernel's arguments with float32 copies of bfloat16 tensors, which lie in memory alike; what it wrote is copied back.
 
-    A tensor is an argument itself, or the ``tensor`` of a descriptor, or the ``base`` of one of Triton's.
+    A tensor is an argument itself, or the ``base`` of a descriptor.
     """
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
     copies: dict[Any, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
     def copy_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -89,13 +87,10 @@ def widened(args: Sequence[Any]) -> Iterator[list[Any]]:
 
     given = []
     for arg in args:
-        tensor = arg.base if isinstance(arg, TensorDescriptor) else getattr(arg, "tensor", arg)
-        if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.bfloat16:
-            given.append(arg)
-        elif isinstance(arg, TensorDescriptor):
-            given.append(dataclasses.replace(arg, base=copy_of(tensor)))
-        else:
-            given.append(copy_of(arg) if tensor is arg else arg._replace(tensor=copy_of(tensor)))
+        tensor = arg.base if hasattr(arg, "block_shape") else arg
+        if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.bfloat16:
+            arg = copy_of(tensor) if tensor is arg else dataclasses.replace(arg, base=copy_of(tensor))
+        given.append(arg)
     yield given
     for tensor, wide, before in copies.values():
         if not torch.equal(wide.view(torch.int32), before.view(torch.int32)):

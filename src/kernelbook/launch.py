@@ -1,8 +1,8 @@
 """From a call to its kernel: the launcher."""
 
+import contextlib
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -48,18 +48,11 @@ def _is_watched() -> bool:
     )
 
 
-class _IntegerKinds(dict[int, int]):
-    """Triton's specialization of an integer argument: whether it is 1, a multiple of 16, and the type that holds it."""
-
-    def __missing__(self, value: int) -> int:
-        if len(self) >= 2**16:
-            self.clear()
-        wide = 0 if -(2**31) <= value < 2**31 else 1 if value < 2**63 else 2
-        kind = self[value] = (value == 1) + 2 * (value % 16 == 0) + 4 * wide
-        return kind
-
-
-_integer_kinds = _IntegerKinds()
+@functools.lru_cache(maxsize=2**16)
+def _integer_kind(value: int) -> int:
+    """Return Triton's specialization of an integer argument: whether it is 1, a multiple of 16, and the type that holds it."""
+    wide = 0 if -(2**31) <= value < 2**31 else 1 if value < 2**63 else 2
+    return (value == 1) + 2 * (value % 16 == 0) + 4 * wide
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -82,10 +75,6 @@ class Descriptor(NamedTuple):
     tensor: torch.Tensor
     block: Block
 
-    def for_triton(self) -> Any:
-        """Triton's own descriptor (without a layout) or Gluon's (with one)."""
-        return _descriptor(self.tensor, self.tensor.shape, self.tensor.stride(), self.block)
-
 
 class _Address(NamedTuple):
     """Stands for a tensor in a descriptor that is kept: it says where memory begins, and keeps none."""
@@ -98,6 +87,7 @@ class _Address(NamedTuple):
 
 
 def _descriptor(base: Any, shape: tuple[int, ...], strides: tuple[int, ...], block: Block) -> Any:
+    """Return Triton's own descriptor (without a layout) or Gluon's (with one)."""
     if block.layout is None:
         return TensorDescriptor(base, [*shape], [*strides], [*block.shape])
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
@@ -110,7 +100,7 @@ _kept_descriptor = functools.lru_cache(maxsize=4096)(_descriptor)
 
 
 def _for_triton(arg: Any) -> Any:
-    return arg.for_triton() if type(arg) is Descriptor else arg
+    return _descriptor(arg.tensor, arg.tensor.shape, arg.tensor.stride(), arg.block) if type(arg) is Descriptor else arg
 
 
 class _Compiled(NamedTuple):
@@ -136,15 +126,6 @@ class _Compiled(NamedTuple):
         for scope, name, value in self.globals:
             current = current and scope.get(name) is value
         return current
-
-
-@functools.cache  # once
-def _warn_of_slow_launches() -> None:
-    warnings.warn(
-        f"kernelbook: Triton {triton.__version__} keeps compiled kernels in a way that is not known here, so every launch goes "
-        "through kernel[grid](...), which takes the host about twice as long",
-        stacklevel=3,
-    )
 
 
 class Launch:
@@ -192,10 +173,10 @@ class Launch:
         elif found is None or not found.is_current(self.kernel, device):
             compiled = self._by_triton(grid, args)
             constants = tuple(self.constants.get(name) for name in self.kernel.arg_names[len(args) :])
-            try:
+            with contextlib.suppress(
+                AttributeError, KeyError, StopIteration
+            ):  # what it finds otherwise, Triton launches again
                 self._compiled[key] = _Compiled.of(self.kernel, compiled, device, constants)
-            except (AttributeError, KeyError, StopIteration):
-                _warn_of_slow_launches()
         else:
             x, y, z = (*grid, 1, 1)[:3]
             found.run(x, y, z, _current_stream(device), *found.before, *values, *found.constants)
@@ -209,7 +190,7 @@ class Launch:
         for arg in args:
             kind = type(arg)
             if kind is int:
-                key.append(_integer_kinds[arg])
+                key.append(_integer_kind(arg))
                 values.append(arg)
             elif arg is None:
                 key.append(None)
@@ -236,8 +217,8 @@ class Launch:
     def _by_triton(self, grid: tuple[int, ...], args: tuple[Any, ...]) -> Any:
         """Return the compiled kernel, where there is one."""
         if runtime.INTERPRET:
-            with interpreter.widened(args) as wide:
-                return self.kernel[grid](*map(_for_triton, wide), **self.constants)
+            with interpreter.widened(map(_for_triton, args)) as wide:
+                return self.kernel[grid](*wide, **self.constants)
         tensors = (getattr(arg, "tensor", arg) for arg in args)
         with runtime.on_device_of(next(tensor for tensor in tensors if isinstance(tensor, torch.Tensor))):
             return self.kernel[grid](*map(_for_triton, args), **{**OPTIONS, **self.constants})

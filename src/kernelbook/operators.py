@@ -17,30 +17,27 @@ private parts.
 import functools
 import hashlib
 import threading
+from collections import namedtuple
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import Tensor  # one guard of a compiled call less than by the module
-from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
 from kernelbook import arguments, runtime
 from kernelbook.memory import PLAIN, empty
-from kernelbook.tensors import check_versions, fp32_precision, with_versions, without_autocast
+from kernelbook.tensors import check_versions, fp32_precision, is_transformed, with_versions, without_autocast
 
 NAMESPACE = "kernelbook"
 
 
 def _hash_of_library() -> str:
-    digest = hashlib.sha256()
     root = Path(__file__).parent
-    for path in sorted(root.rglob("*.py")):
-        if "lab" not in path.relative_to(root).parts:
-            digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:8]
+    files = [path for path in sorted(root.rglob("*.py")) if "lab" not in path.relative_to(root).parts]
+    return hashlib.sha256(b"".join(path.name.encode() + b"\0" + path.read_bytes() for path in files)).hexdigest()[:8]
 
 
 # The last argument of an operator in a compiled graph. PyTorch keeps on disk what it made of a graph, operators by their names:
@@ -50,8 +47,8 @@ SOURCES = _hash_of_library()
 # --- who answers a call ---------------------------------------------------------------------------------------------
 
 _dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
-_transform, _trace = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
-_profiling, _autocasts = torch._C._autograd._profiler_enabled, torch._C._is_any_autocast_enabled
+_trace, _profiling = torch._C._get_tracing_state, torch._C._autograd._profiler_enabled
+_autocasts = torch._C._is_any_autocast_enabled
 _any_requires_grad = torch._C._any_requires_grad
 _dynamo_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
@@ -59,8 +56,7 @@ _dynamo_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
 def needs_dispatcher() -> bool:
     """Return whether PyTorch's dispatcher has something to add to every call: a compiler, mode, transform, trace or profiler."""
     return (
-        torch.compiler.is_compiling() or _function_modes() > 0 or _profiling() or _trace() is not None
-        or forward_ad._current_level >= 0 or _transform() is not None or _dispatch_modes() > 0
+        is_transformed() or _function_modes() > 0 or _profiling() or _trace() is not None or _dispatch_modes() > 0
     )  # fmt: skip
 
 
@@ -74,7 +70,6 @@ def _is_plain(tensor: Any) -> bool:
 MOST_PLANS = 2**14
 _plans: dict[tuple[Any, ...], Any] = {}  # a bounded FIFO cache
 _plans_lock = threading.Lock()
-_parts: list[Any] = []
 _NO_PLAN = object()
 
 
@@ -82,18 +77,6 @@ def forget_plans() -> None:
     """Drop all plans, so that the next calls make new ones."""
     with _plans_lock:
         _plans.clear()
-    for cached in _parts:
-        cached.cache_clear()
-
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def part_of_plans(function: Function) -> Function:
-    """Decorate with ``functools.lru_cache`` what many plans have in common; it is forgotten with them."""
-    cached: Any = functools.lru_cache(maxsize=4096)(function)
-    _parts.append(cached)
-    return cast(Function, cached)
 
 
 def _keep_plan(key: tuple[Any, ...], plan: Any) -> None:
@@ -142,6 +125,12 @@ def _key_function(name: str, parameters: Sequence[Any]) -> Callable[..., tuple[A
 _libraries: dict[str, torch.library.Library] = globals().get("_libraries", {})
 
 
+def named_arguments(parameters: str) -> Any:
+    """Return the class of named tuples that hold the arguments of an operator, as its schema lists them."""
+    schema = torch._C.parse_schema(f"{NAMESPACE}::call({parameters}) -> ()")
+    return namedtuple("Call", [parameter.name for parameter in schema.arguments])
+
+
 class Op:
     """One operator: ``kernelbook::<name>`` to PyTorch's dispatcher, and the short way to its kernels where nobody watches.
 
@@ -165,8 +154,8 @@ class Op:
             ``None``. A cache that grows by a token in each call is the case that it is for.
         backward: ``backward(call, *gradients)`` returns the gradients of the tensor arguments, or of the first of them.
             ``call.saved`` and ``call.kept`` are tuples in the order of the names; ``call.wanted`` has for each tensor argument the
-            dtype of its gradient, ``None`` where none is wanted; plain arguments are attributes. Without ``backward``, to
-            differentiate the operator is an error.
+            dtype of its gradient, ``None`` where none is wanted; plain arguments are attributes, and together ``call.plain``.
+            Without ``backward``, to differentiate the operator is an error.
     """
 
     def __init__(
@@ -190,9 +179,9 @@ class Op:
         self.name, parameters = parsed.name, parsed.arguments
         names = [parameter.name for parameter in parameters]
         self._records = names[-1] == "record"
+        self._given = len(names) - self._records  # arguments that a caller passes
         self._tensors = tuple(i for i, parameter in enumerate(parameters) if "Tensor" in str(parameter.type))
-        lowered = frozenset() if callable(autocast) else frozenset(map(names.index, autocast))
-        self._autocast = autocast if callable(autocast) else functools.partial(_lower, lowered)
+        self._autocast: Any = autocast if callable(autocast) else frozenset(map(names.index, autocast))
         self._mutated = tuple(i for i in self._tensors if getattr(parameters[i].alias_info, "is_write", False))
         self._num_outputs = len(parsed.returns)
         self._key = _key_function(self.name, parameters)
@@ -200,8 +189,7 @@ class Op:
         places = {name: i for i, name in enumerate([*names, *(r.name for r in parsed.returns)])}
         self._saved = tuple(places[name] for name in saves)
         self._kept = tuple(places[name] for name in keeps)
-        self._plain = tuple(i for i in range(len(names)) if i not in self._tensors)
-        self._names_plain = tuple(names[i] for i in self._plain)
+        self._plain = {name: i for i, name in enumerate(names) if i not in self._tensors}
         self.operator = self._declare(schema)
 
     # --- a call
@@ -229,12 +217,25 @@ class Op:
         outputs = self.execute(plan, given)
         return outputs[0] if self.results == 1 else outputs[: self.results]
 
+    def check_once(self, *args: Any) -> None:
+        """Check a call that PyTorch's own functions answer: once for each kind of call, as where a plan is made."""
+        if is_dynamo_compiling():
+            return
+        try:
+            key = None if needs_dispatcher() else self._key(*args)
+        except (AttributeError, RuntimeError, TypeError):  # no tensors, or some without memory
+            key = None
+        if key is None or key not in _plans:
+            self.check(*args)
+            if key is not None:
+                _keep_plan(key, None)
+
     def _new_plan(self, key: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
         kind = self.kind(*args)
         shared = key if kind is None else (self.name, kind, *key[-3:])
         plan = _plans.get(shared, _NO_PLAN)
         if plan is _NO_PLAN:
-            self.check(*self._given(args))
+            self.check(*args[: self._given])
             plan = self.plan(*args)
             _keep_plan(shared, plan)
         _keep_plan(key, plan)
@@ -254,15 +255,12 @@ class Op:
             torch._C._increment_version([args[i] for i in self._mutated if args[i] is not None])
         return outputs
 
-    def _given(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the arguments without ``record``, which no user passes."""
-        return args[:-1] if self._records else args
-
     def _in_autocast_dtype(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the arguments as autocast, where it is on, has PyTorch's own operators take them."""
-        first = args[self._tensors[0]]
-        dtype = arguments.autocast_dtype(first) if isinstance(first, Tensor) else None
-        return args if dtype is None else self._autocast(dtype, *args)
+        dtype = arguments.autocast_dtype(args[self._tensors[0]])
+        if dtype is None or callable(self._autocast):
+            return args if dtype is None else self._autocast(dtype, *args)
+        return tuple(arguments.lowered(arg, dtype) if i in self._autocast else arg for i, arg in enumerate(args))
 
     # --- where PyTorch's dispatcher answers
 
@@ -328,7 +326,7 @@ class Op:
     def _fake(self, *args: Any) -> Any:
         args, sources = args[:-1], args[-1]
         self._refuse_to_compile(sources)
-        self.check(*self._given(args))
+        self.check(*args[: self._given])
         return self._for_dispatcher(args, self.outputs(*args))
 
     def _refuse_to_compile(self, sources: str) -> None:
@@ -353,7 +351,7 @@ class Op:
         ctx.save_for_backward(*[given[i] for i in self._saved])
         ctx.kept = [given[i] for i in self._kept]
         ctx.versions = with_versions(*ctx.kept)  # no hook sees these, and autograd does not compare their versions
-        ctx.plain = [given[i] for i in self._plain]
+        ctx.plain = [given[i] for i in self._plain.values()]
         ctx.dtypes = [None if args[i] is None else args[i].dtype for i in self._tensors]
         ctx.same_bits = runtime.in_same_bits()
 
@@ -381,7 +379,8 @@ class Op:
             saved=saved,
             kept=ctx.kept,
             wanted=[dtype if need else None for dtype, need in zip(ctx.dtypes, needs, strict=True)],
-            **dict(zip(self._names_plain, ctx.plain, strict=True)),
+            plain=ctx.plain,
+            **dict(zip(self._plain, ctx.plain, strict=True)),
         )
         if ctx.same_bits == runtime.in_same_bits() and not _autocasts():
             found = self.backward(call, *gradients)
@@ -412,8 +411,3 @@ class _Recorded(torch.autograd.Function):
         needs = ctx.needs_input_grad[1:]
         found = ctx.op.differentiate(ctx, needs, gradients)
         return None, *found, *(None,) * (len(needs) - len(found))
-
-
-def _lower(lowered: frozenset[int], dtype: torch.dtype, *args: Any) -> tuple[Any, ...]:
-    """Return the arguments, those at the places ``lowered`` in autocast's dtype; float64 stays."""
-    return tuple(arguments.lowered(arg, dtype) if i in lowered else arg for i, arg in enumerate(args))

@@ -29,11 +29,10 @@ import ctypes
 import dataclasses
 import functools
 import os
-import re
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -55,8 +54,8 @@ def _has_gpu() -> bool:
 OLDEST = (7, 5)  # the compute capability from which on all kernels compile
 
 
-def _newest_nvidia_gpu() -> tuple[str, tuple[int, int]] | None:
-    """Name and compute capability of this machine's newest NVIDIA GPU; ``None`` where its driver cannot be asked.
+def _newest_nvidia_gpu() -> tuple[tuple[int, int], str] | None:
+    """Compute capability and name of this machine's newest NVIDIA GPU; ``None`` where its driver cannot be asked.
 
     By NVIDIA's management library, as :func:`_has_gpu` asks.
     """
@@ -76,20 +75,17 @@ def _newest_nvidia_gpu() -> tuple[str, tuple[int, int]] | None:
                 found.append(((major.value, minor.value), name.value.decode()))
     except (OSError, AttributeError):  # no driver of NVIDIA's, or one without these functions
         return None
-    if not found:
-        return None
-    capability, model = max(found)
-    return model, capability
+    return max(found, default=None)
 
 
 def _why_too_old() -> str:
     """Return in a sentence why Triton cannot use the GPU that PyTorch sees, and what to do; empty if it can, or there is none."""
     newest = _newest_nvidia_gpu() if torch.version.hip is None and _has_gpu() else None
-    if newest is None or newest[1] >= OLDEST:
+    if newest is None or newest[0] >= OLDEST:
         return ""
-    (major, minor), needed = newest[1], ".".join(map(str, OLDEST))
+    (major, minor), needed = newest[0], ".".join(map(str, OLDEST))
     return (
-        f"this GPU ({newest[0]}, compute capability {major}.{minor}) is too old for Triton, which needs {needed} (Turing) or "
+        f"this GPU ({newest[1]}, compute capability {major}.{minor}) is too old for Triton, which needs {needed} (Turing) or "
         "newer, so kernels run in the interpreter on the CPU, right but slow: keep tensors on the CPU, or take a newer GPU "
         "(on Colab a T4, an L4 or an A100)"
     )
@@ -108,14 +104,12 @@ TRIED_TRITON = ("3.6", "3.7", "3.8", "3.9")
 
 def _choose_mode(requested: str | None, has_gpu: bool) -> bool:
     """Return whether kernels are to be interpreted, from the value of ``TRITON_INTERPRET`` and the presence of a GPU."""
-    if requested is None or requested == "":
+    if not requested:
         return not has_gpu
-    lowered = requested.strip().lower()
-    if lowered in ("1", "true", "yes", "on", "y"):
-        return True
-    if lowered in ("0", "false", "no", "off", "n"):
-        return False
-    raise ValueError(f"kernelbook: TRITON_INTERPRET must be 0 or 1, got {requested!r}")
+    wanted, words = requested.strip().lower(), ("1", "true", "yes", "on", "y")
+    if wanted not in (*words, "0", "false", "no", "off", "n"):
+        raise ValueError(f"kernelbook: TRITON_INTERPRET must be 0 or 1, got {requested!r}")
+    return wanted in words
 
 
 def _set_up_triton(interpret: bool) -> None:
@@ -141,19 +135,20 @@ def _set_up_triton(interpret: bool) -> None:
     # Kernels that are defined from here on read the variable anew.
     os.environ["TRITON_INTERPRET"] = "1" if interpret else "0"
     if interpret:
-        _save_time()
-        # The interpreter patches triton.language while a kernel runs, and its programs share one index: with two
-        # threads in it, the first that ends takes the patches away from the other.
-        InterpretedFunction.run = _one_at_a_time(InterpretedFunction.run)  # type: ignore[method-assign]
+        _launch_one_at_a_time()
 
 
-def _save_time() -> None:
-    """Have the interpreter leave out what it does over and over, without which kernels compute the same: half of its time."""
+def _launch_one_at_a_time() -> None:
+    """Have the interpreter run one kernel at a time, without what it does over and over for nothing: half of its time.
+
+    It patches triton.language while a kernel runs, and its programs share one index: with two threads in it, the first that
+    ends takes the patches away from the other.
+    """
     from triton.runtime import interpreter
 
     # It patches triton.language whenever a kernel calls a function. What was patched for the launch is patched still.
     patch: Any = getattr(interpreter, "_patch_lang", None)
-    run, patched = interpreter.InterpretedFunction.run, set[int]()
+    run, patched, lock = interpreter.InterpretedFunction.run, set[int](), threading.RLock()
 
     def patch_once(function: Any) -> Any:
         module = id(function.__globals__)
@@ -164,12 +159,13 @@ def _save_time() -> None:
 
     @functools.wraps(run)
     def launch(*args: Any, **kwargs: Any) -> Any:
-        patched.clear()
-        return run(*args, **kwargs)
+        with lock:
+            patched.clear()
+            return run(*args, **kwargs)
 
+    interpreter.InterpretedFunction.run = launch
     if patch is not None:
         interpreter._patch_lang = patch_once
-        interpreter.InterpretedFunction.run = launch
     # It computes every sum and product of integers twice, to look for overflows, and only then asks whether to tell.
     builder: Any = getattr(interpreter, "interpreter_builder", None)
     with contextlib.suppress(AttributeError, TypeError):  # a Triton without these options
@@ -194,17 +190,6 @@ def _interpret_helpers() -> None:
     for name, value in list(vars(tl.tensor).items()):
         if type(value) is JITFunction:  # the compiler binds such a method by itself, Python only what is made for it
             setattr(tl.tensor, name, functools.partialmethod(interpreted(value.fn)))
-
-
-def _one_at_a_time(function: Callable[..., Any]) -> Callable[..., Any]:
-    lock = threading.RLock()
-
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with lock:
-            return function(*args, **kwargs)
-
-    return run
 
 
 INTERPRET: bool = _choose_mode(os.environ.get("TRITON_INTERPRET"), HAS_GPU)
@@ -410,42 +395,14 @@ def properties(device: torch.device | None = None) -> DeviceProperties:
 
     Within :func:`same_bits` they say so, by which every rule knows.
     """
-    found = _properties(device)
-    return _with_same_bits(found) if in_same_bits() else found
-
-
-def _properties(device: torch.device | None) -> DeviceProperties:
     if compile_target is not None:
-        return compile_target
-    if DEVICE.type != "cuda":
-        return TARGETS["sm_90"] if COMPILE_ONLY else _INTERPRETER
-    index = device.index if device is not None and device.index is not None else torch.cuda.current_device()
-    return _gpu_properties(index)
-
-
-def slug(name: str) -> str:
-    """Return a GPU's name as files and folders are called by it: ``NVIDIA H200`` -> ``nvidia-h200``."""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-
-
-def device_slug() -> str:
-    """Return the name of the folder under ``book/results`` for this machine: ``nvidia-h200``, ``interpreter``."""
-    return slug(properties().name) if DEVICE.type == "cuda" else "interpreter"
-
-
-def kernel_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that a kernel of the reader's own is to be given for tensors of ``dtype``.
-
-    It is ``dtype`` itself, except for bfloat16 in the interpreter, whose bfloat16 arithmetic is silently wrong: float32 there,
-    which holds all bfloat16 numbers. The package's own kernels are given float32 copies by :func:`interpreter.widened`, which
-    rounds what they wrote back to bfloat16.
-    """
-    return torch.float32 if INTERPRET and dtype == torch.bfloat16 else dtype
-
-
-def half_dtype() -> torch.dtype:
-    """Return the GPU's fast dtype of 16 bits: bfloat16, and float16 on Turing, which has no bfloat16."""
-    return torch.bfloat16 if properties().has_tensor_cores else torch.float16
+        found = compile_target
+    elif DEVICE.type != "cuda":
+        found = TARGETS["sm_90"] if COMPILE_ONLY else _INTERPRETER
+    else:
+        index = device.index if device is not None else None
+        found = _gpu_properties(torch.cuda.current_device() if index is None else index)
+    return _with_same_bits(found) if in_same_bits() else found
 
 
 _of_thread = threading.local()
@@ -484,19 +441,6 @@ def autotune_enabled() -> bool:
 def given_commit() -> str:
     """The commit of these sources by ``KERNELBOOK_COMMIT``, for a machine that has them without their repository."""
     return os.environ.get("KERNELBOOK_COMMIT", "")
-
-
-def free_bytes() -> int:
-    """Return how much more memory this process can take on the current GPU, or without one in the machine.
-
-    What PyTorch's allocator holds and does not use counts as free; what it was forbidden
-    (``PYTORCH_CUDA_ALLOC_CONF=per_process_memory_fraction:0.5``) does not.
-    """
-    if DEVICE.type != "cuda":
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    free, total = torch.cuda.mem_get_info()
-    held, used = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
-    return min(free + held, int(total * torch.cuda.memory.get_per_process_memory_fraction())) - used
 
 
 def cache_dir() -> Path:

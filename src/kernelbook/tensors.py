@@ -75,10 +75,9 @@ def without_autocast(tensor: torch.Tensor) -> contextlib.AbstractContextManager[
 
     Within an operator dtypes are settled; autocast would lower those of a backward pass that runs under it.
     """
-    kind = tensor.device.type
-    if tensor.is_meta or not torch.is_autocast_enabled(kind):  # PyTorch knows no autocast for meta tensors
+    if tensor.is_meta:  # PyTorch knows no autocast for meta tensors
         return contextlib.nullcontext()
-    return torch.autocast(kind, enabled=False)
+    return torch.autocast(tensor.device.type, enabled=False)
 
 
 def with_versions(*tensors: torch.Tensor | None) -> tuple[tuple[torch.Tensor, int], ...]:

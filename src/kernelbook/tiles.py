@@ -6,8 +6,6 @@ from kernelbook import runtime  # noqa: F401  (before Triton, which it sets up)
 import triton
 import triton.language as tl
 
-__all__ = ["dot", "grouped", "is_last_share", "sum_of_shares"]
-
 
 @triton.jit
 def grouped(tile, num_rows, num_cols, GROUP: tl.constexpr):

@@ -12,7 +12,7 @@ from kernelbook.attention.backward import attention_backward
 from kernelbook.attention.launches import Problem, Tiles, is_readable, kernel_args, like, plain_kernels, readable
 from kernelbook.launch import Launch, cdiv, launcher
 from kernelbook.memory import accumulator, counters, empty, tl_accumulator
-from kernelbook.operators import Op, part_of_plans
+from kernelbook.operators import Op
 
 __all__ = ["flash_attention", "plain_kernels"]
 
@@ -161,7 +161,6 @@ class SplitKeys:
     partial_shape: tuple[int] | None  # of what the programs of a tile leave for the last to merge; None: there is one
 
 
-@part_of_plans
 def split_keys(p: Problem) -> SplitKeys:
     """``p``: with a number of keys that is rounded up to a multiple of 64, so that a cache that grows has few problems."""
     constants = {"D": p.d, "GROUP": p.group, "SOFTCAP": p.softcap}

@@ -266,7 +266,7 @@ class _Session:
         strides[dim] = max(2**31 // (value.shape[dim] - 1) + 1, step)
         count = strides[dim] * (value.shape[dim] - 1) + step
         if runtime.DEVICE.type == "cuda":
-            if runtime.free_bytes() < count * value.element_size() * 5 // 4:
+            if timing.free_bytes() < count * value.element_size() * 5 // 4:
                 return {"outputs": None}
             memory = torch.empty(count, dtype=value.dtype, device=value.device)
         else:  # addresses, of which a page exists where it is touched

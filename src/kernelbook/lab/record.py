@@ -12,6 +12,7 @@ import datetime
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -37,6 +38,7 @@ __all__ = [
     "KEY",
     "WRONG",
     "check_folder",
+    "device_slug",
     "drop_rows",
     "drop_unused_ceilings",
     "environment",
@@ -50,6 +52,7 @@ __all__ = [
     "replace_file",
     "results_dir",
     "sentence",
+    "slug",
     "write_lines",
     "write_results",
     "wrong_results",
@@ -173,6 +176,16 @@ def check_folder(op: str, out: Path) -> None:
         raise ValueError(f"{op}: out must be a folder to write to, got {str(out)[:80]}: {error.strerror}") from None
 
 
+def slug(name: str) -> str:
+    """Return a GPU's name as files and folders are called by it: ``NVIDIA H200`` -> ``nvidia-h200``."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def device_slug() -> str:
+    """Return the name of the folder under ``book/results`` for this machine: ``nvidia-h200``, ``interpreter``."""
+    return slug(runtime.properties().name) if runtime.DEVICE.type == "cuda" else "interpreter"
+
+
 def results_dir() -> Path:
     """``book/results`` of the repository that the working folder, or else this package, lies in."""
     here = Path(__file__).resolve()
@@ -193,7 +206,7 @@ def recorded_gpus(*stems: str) -> list[str]:
     Then the one at hand, if it has been measured, then all others by name.
     """
     folders = {path.parent.name for stem in stems for path in results_dir().glob(f"*/{stem}.*")}
-    first = [gpu for gpu in (BOOKS_GPU, runtime.device_slug()) if gpu in folders]
+    first = [gpu for gpu in (BOOKS_GPU, device_slug()) if gpu in folders]
     return list(dict.fromkeys([*first, *sorted(folders)]))
 
 

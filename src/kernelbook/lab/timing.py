@@ -39,6 +39,8 @@ __all__ = [
     "allow_tf32",
     "ceilings_row",
     "first_call_ms",
+    "free_bytes",
+    "half_dtype",
     "host_us",
     "measure",
     "measure_ceilings",
@@ -72,6 +74,24 @@ class Timing:
         ordered = sorted(times)
         last = len(ordered) - 1
         return cls(statistics.median(ordered), ordered[round(0.2 * last)], ordered[round(0.8 * last)], len(ordered))
+
+
+def half_dtype() -> torch.dtype:
+    """Return the GPU's fast dtype of 16 bits: bfloat16, and float16 on Turing, which has no bfloat16."""
+    return torch.bfloat16 if runtime.properties().has_tensor_cores else torch.float16
+
+
+def free_bytes() -> int:
+    """Return how much more memory this process can take on the current GPU, or without one in the machine.
+
+    What PyTorch's allocator holds and does not use counts as free; what it was forbidden
+    (``PYTORCH_CUDA_ALLOC_CONF=per_process_memory_fraction:0.5``) does not.
+    """
+    if runtime.DEVICE.type != "cuda":
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free, total = torch.cuda.mem_get_info()
+    held, used = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
+    return min(free + held, int(total * torch.cuda.memory.get_per_process_memory_fraction())) - used
 
 
 def measure(
@@ -293,7 +313,7 @@ def measure_ceilings(*, quick: bool = False) -> Ceilings:
 
     def copy_gbs() -> float:
         elements = 2**27 if quick else 2**30
-        while elements > 2**24 and 8 * elements > runtime.free_bytes():  # of which it takes half
+        while elements > 2**24 and 8 * elements > free_bytes():  # of which it takes half
             elements //= 2
         source = torch.randn(elements, dtype=torch.bfloat16, device=runtime.DEVICE)
         target = torch.empty_like(source)
@@ -513,7 +533,7 @@ def time_steps(stem: str, cases: Iterable[Case], *, record: bool = False, rep_ms
         RuntimeError: a case failed.
     """
     gpu = runtime.DEVICE.type == "cuda"
-    folder = results.results_dir() / runtime.device_slug() if record and gpu else None
+    folder = results.results_dir() / results.device_slug() if record and gpu else None
     cases = list(cases)
 
     def keep(rows: pd.DataFrame) -> None:

@@ -12,8 +12,6 @@ from kernelbook.layer_norm import kernels
 from kernelbook.memory import accumulator, empty, tl_accumulator
 from kernelbook.operators import Op
 
-__all__ = ["layer_norm", "rms_norm"]
-
 EPS = "a number that is not negative"
 
 
@@ -24,7 +22,6 @@ def layer_norm(
     eps: float = 1e-5,
     *,
     normalized_shape: int | Sequence[int] | None = None,
-    backward: None = None,
 ) -> torch.Tensor:
     """Normalize over the last dimension, or over as many as ``normalized_shape`` has.
 
@@ -38,7 +35,6 @@ def layer_norm(
         weight, bias: (N,), or ``normalized_shape``, or ``None``; any of those dtypes.
         eps: added to the variance; not negative.
         normalized_shape: the last dimensions of ``x``, which are normalized together; ``None``: the last one.
-        backward: nothing but ``None``; spin locks are :func:`kernelbook.study.layer_norm_with_locks`.
 
     Returns:
         The shape of ``x``, contiguous, in the dtype of ``x``; under autocast float32, as PyTorch's own on a GPU.
@@ -46,14 +42,11 @@ def layer_norm(
     Raises:
         TypeError: an argument is not a tensor of a supported dtype, or ``eps`` not a number.
         ValueError: ``weight`` or ``bias`` has another shape or device, ``normalized_shape`` is not how ``x`` ends, or
-            ``eps`` or ``backward`` has another value.
+            ``eps`` has another value.
     """
-    if backward is not None:
-        raise ValueError(f"layer_norm: take kernelbook.study.layer_norm_with_locks, got backward={backward!r}")
     if normalized_shape is not None:
         return _over_several(x, weight, bias, eps, normalized_shape)
-    if type(eps) is not float:
-        eps = arguments.number("layer_norm", "eps", eps, EPS)
+    eps = arguments.number("layer_norm", "eps", eps, EPS)
     return _norm(x, None, weight, bias, eps, None, True)[0]  # type: ignore[no-any-return]
 
 
@@ -93,8 +86,7 @@ def rms_norm(
         TypeError: an argument is not a tensor of a supported dtype, or ``eps`` not a number.
         ValueError: ``weight`` or ``residual`` has another shape or device, or ``eps`` another value.
     """
-    if type(eps) is not float:
-        eps = arguments.number("rms_norm", "eps", eps, EPS)
+    eps = arguments.number("rms_norm", "eps", eps, EPS)
     if residual is None:
         return _norm(x, None, weight, None, eps, None, False)[0]  # type: ignore[no-any-return]
     return _norm_of_sum(x, residual, weight, None, eps, None, False)  # type: ignore[no-any-return]
@@ -114,9 +106,8 @@ def _over_several(
         if vector is not None:
             arguments.check_tensor("layer_norm", name, vector)
             arguments.check_shape("layer_norm", name, vector, shape)
-    rows = x.reshape(*x.shape[: x.ndim - len(shape)], math.prod(shape))
-    weight, bias = (None if vector is None else vector.reshape(-1) for vector in (weight, bias))
-    return layer_norm(rows, weight, bias, eps).view(x.shape)
+    weight, bias = (None if vector is None else vector.flatten() for vector in (weight, bias))
+    return layer_norm(x.flatten(-len(shape)), weight, bias, eps).view(x.shape)
 
 
 def in_float32(_: torch.dtype, x: Any, residual: Any, weight: Any, bias: Any, eps: float, *others: Any) -> Any:
@@ -185,7 +176,6 @@ def outputs_of(
 class _ForwardPlan(NamedTuple):
     rows: int
     columns: int
-    readable: bool  # kernels can read the tensors as they lie
     x_stride: int
     residual_stride: int
     launch: Launch
@@ -197,7 +187,6 @@ def plan(x: torch.Tensor, residual: Any, weight: Any, bias: Any, eps: float, *ho
     _, has_mean, record = how
     if x.numel() == 0:
         return None
-    readable = all(t is in_rows(t) for t in (x, residual)) and all(t is dense(t) for t in (weight, bias))
     x, residual = in_rows(x), in_rows(residual)
     m, n = x.numel() // x.shape[-1], x.shape[-1]
     summed = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
@@ -210,15 +199,14 @@ def plan(x: torch.Tensor, residual: Any, weight: Any, bias: Any, eps: float, *ho
         **config.kwargs, num_warps=config.num_warps, repeatable=True,
     )  # fmt: skip
     grid = (cdiv(m, config.kwargs.get("BLOCK_M", 1)),)
-    return _ForwardPlan(m, n, readable, row_stride(x), row_stride(residual), launch, grid)
+    return _ForwardPlan(m, n, row_stride(x), row_stride(residual), launch, grid)
 
 
 def run(
     plan: _ForwardPlan, outputs: tuple[Any, ...], x: torch.Tensor, residual: Any, weight: Any, bias: Any, *_: Any
 ) -> None:
     """Fill the outputs."""
-    if not plan.readable:
-        x, residual, weight, bias = in_rows(x), in_rows(residual), dense(weight), dense(bias)
+    x, residual, weight, bias = in_rows(x), in_rows(residual), dense(weight), dense(bias)
     plan.launch(
         plan.grid, x, plan.x_stride, residual, plan.residual_stride, weight, bias, *outputs, plan.rows, plan.columns
     )
@@ -244,9 +232,6 @@ def _outputs_backward(
 
 
 class _BackwardPlan(NamedTuple):
-    rows: int
-    columns: int
-    strides: tuple[int, int, int]  # from row to row of x, dy and dsum
     launch: Launch
     grid: tuple[int, int]
     partials: tuple[int, int] | None  # the shape of the programs' sums, which another kernel adds up
@@ -262,10 +247,9 @@ def _plan_backward(
         return None
     x, dy, dsum, weight = in_rows(x), in_rows(dy), in_rows(dsum), dense(weight)
     m, n, itemsize = x.numel() // x.shape[-1], x.shape[-1], x.element_size()
-    strides = row_stride(x), row_stride(dy), row_stride(dsum)
     # What Triton's launcher looks at before it widens loads.
     on_16_bytes = all(t is None or t.data_ptr() % 16 == 0 for t in (x, dy, weight, statistics, dsum))
-    aligned = on_16_bytes and not any(step % 16 for step in (*strides, n))
+    aligned = on_16_bytes and not any(step % 16 for step in (*map(row_stride, (x, dy, dsum)), n))
     properties = runtime.properties(x.device)
     tiles = kernels.plan_backward(n, itemsize, aligned, 2 if has_mean else 1, dsum is not None, properties)
     config, total = tiles.config, kernels.SUM_CONFIG
@@ -280,36 +264,31 @@ def _plan_backward(
     launch_sum = launcher(kernels._layer_norm_bwd_sum_kernel, **both, **total.kwargs, num_warps=total.num_warps)
     sum_grid = (cdiv(n, total.kwargs["BLOCK_N"]), 1 if db is None else 2)
     partials = (programs, n) if (dw or db) and (programs > 1 or split is None) else None
-    return _BackwardPlan(m, n, strides, launch, (programs, split or 1), partials, launch_sum, sum_grid)
+    return _BackwardPlan(launch, (programs, split or 1), partials, launch_sum, sum_grid)
 
 
 def _run_backward(
     plan: _BackwardPlan, outputs: tuple[Any, ...], dy: torch.Tensor, x: torch.Tensor, weight: Any,
     statistics: torch.Tensor, dsum: Any, eps: float, *wanted: Any,
 ) -> None:  # fmt: skip
-    dx, dw, db = outputs
+    (dx, dw, db), (to_dw, to_db) = outputs, outputs[1:]
     x, dy, dsum, weight = in_rows(x), in_rows(dy), in_rows(dsum), dense(weight)
-    m, n, (x_stride, dy_stride, dsum_stride), to_dw, to_db = plan.rows, plan.columns, plan.strides, dw, db
+    m, n = x.numel() // x.shape[-1], x.shape[-1]
     if plan.partials is not None:
         to_dw, to_db = (None if d is None else empty(plan.partials, statistics.dtype, x) for d in (dw, db))
     plan.launch(
-        plan.grid, x, x_stride, dy, dy_stride, weight, statistics, dx, dsum, dsum_stride, to_dw, to_db, m, n
+        plan.grid, x, row_stride(x), dy, row_stride(dy), weight, statistics, dx, dsum, row_stride(dsum), to_dw, to_db, m, n
     )  # fmt: skip
     if plan.partials is not None:
         plan.launch_sum(plan.sum_grid, to_dw, to_db, dw, db, plan.partials[0], n)
-    if n == 1:
-        dx.copy_(_gradient_of_single_column(dy, x, weight, statistics, dsum, eps, *wanted[2:]).view(dx.shape))
-
-
-def _gradient_of_single_column(
-    dy: torch.Tensor, x: torch.Tensor, weight: Any, statistics: torch.Tensor, dsum: Any, eps: float, has_mean: bool
-) -> torch.Tensor:
-    if has_mean:
-        # It never deviates from its mean; a fused multiply-add would leave one rounding times rstd.
-        return (dy - dy) + (x - x).view(dy.shape)  # NaN where one is
-    # 1 - xhat^2 is eps * rstd^2, of which a difference leaves little.
-    g = dy.to(statistics.dtype) * eps * (1 if weight is None else weight)
-    return g * statistics.view(dy.shape) ** 3 + (0 if dsum is None else dsum.view(dy.shape))
+    if n == 1 and wanted[2]:
+        # A single column never deviates from its mean; a fused multiply-add would leave one rounding times rstd.
+        dx.copy_(((dy - dy) + (x - x).view(dy.shape)).view(dx.shape))  # NaN where one is
+    elif n == 1:
+        # 1 - xhat^2 is eps * rstd^2, of which a difference leaves little.
+        g = dy.to(statistics.dtype) * eps * (1 if weight is None else weight)
+        sums = 0 if dsum is None else dsum.view(dy.shape)
+        dx.copy_((g * statistics.view(dy.shape) ** 3 + sums).view(dx.shape))
 
 
 # --- operators ------------------------------------------------------------------------------------------------------

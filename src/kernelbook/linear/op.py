@@ -1,6 +1,5 @@
 """The linear layer that is the same bits in any batch (batch-invariant) within ``same_bits``: function and operator."""
 
-import math
 from typing import Any
 
 import torch
@@ -12,9 +11,7 @@ from kernelbook.launch import cdiv, launcher
 from kernelbook.linear import kernels
 from kernelbook.memory import empty, tl_accumulator
 from kernelbook.operators import Op
-from kernelbook.tensors import matrix, precision
-
-__all__ = ["linear", "product"]
+from kernelbook.tensors import matrix, precision, strided
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -54,9 +51,8 @@ def product(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None, 
         kernels._linear_fwd_kernel, HAS_BIAS=bias is not None, ACC=tl_accumulator(x.dtype), PRECISION=precision(x.dtype),
         EVEN_K=k % block_k == 0, **config.kwargs, num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
-    bias, stride_b = (out, 0) if bias is None else (bias, bias.stride(0))
     grid = (cdiv(m, block_m) * cdiv(n, block_n),)
-    launch(grid, x, *x.stride(), w, *w.stride(), bias, stride_b, out, *out.stride(), m, n, k)
+    launch(grid, x, *x.stride(), w, *w.stride(), *strided(bias, 1, out), out, *out.stride(), m, n, k)
     return out
 
 
@@ -68,19 +64,17 @@ def _check(x: Any, weight: Any, bias: Any) -> None:
     arguments.check_alike("linear", x, bias=(bias, weight.shape[:1]))
 
 
-def _run(
-    _: Any, outputs: tuple[torch.Tensor], x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> None:
+def _run(_: Any, outputs: tuple[torch.Tensor], x: torch.Tensor, weight: torch.Tensor, bias: Any) -> None:
     with runtime.same_bits():  # wherever the operator runs, as in a graph that was traced within
         product(matrix(x), weight.t(), bias, out=matrix(outputs[0]))
 
 
 def _gradients(call: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     (x, weight), (needs_dx, needs_dw, needs_db) = call.saved, (dtype is not None for dtype in call.wanted)
-    rows = dy.reshape(math.prod(dy.shape[:-1]), dy.shape[-1])
+    rows = matrix(dy)
     return (
         _linear(dy, weight.t(), None) if needs_dx else None,
-        rows.t() @ x.reshape(rows.shape[0], x.shape[-1]) if needs_dw else None,
+        rows.t() @ matrix(x) if needs_dw else None,
         rows.sum(0) if needs_db else None,
     )
 

@@ -1,6 +1,5 @@
 """What a call is made of, each with its plan and its launch: grouped GEMM, LoRA shrink, grouped wgrad, and the sum over slots."""
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import torch
@@ -14,17 +13,11 @@ from kernelbook.packed import products
 from kernelbook.packed.products import Matrices
 from kernelbook.tensors import has_aligned_rows, precision, strided
 
-__all__ = [
-    "SORTED", "GemmPlan", "Lora", "ShrinkPlan", "Step", "combine", "combine_step", "gemm", "gemm_plan", "shrink", "shrink_plan",
-    "tiled", "wgrad", "wgrad_step",
-]  # fmt: skip
-
 # How rows lie is said by their number of slots: (R / slots, N), row p // slots for pair p; or (R, N) in expert order.
 SORTED = 0
 
 
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class Step:
+class Step(NamedTuple):
     """A launch, but for its tensors."""
 
     launch: Launch
@@ -66,13 +59,11 @@ def combine(
 # --- LoRA shrink ----------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class ShrinkPlan:
+class ShrinkPlan(NamedTuple):
     """U = scaling X A^T, (R, padded rank) in expert order."""
 
     step: Step
     tiles_at: int
-    copies_a: bool
     shape: tuple[int, int]  # of U
     split_k: int  # programs that share a sum
     combine: Step | None  # adds up their shares
@@ -90,7 +81,7 @@ def shrink_plan(routing: Routing, x: torch.Tensor, layout: int, a: torch.Tensor)
     tiles_at, num_m = tiles_of_height(rows, experts, tiles.height)
     return ShrinkPlan(
         step=Step(launch, (num_m, padded // tiles.kwargs["BLOCK_R"], split), (experts, k)),
-        tiles_at=tiles_at, copies_a=_needs_copy(a), shape=(rows, padded), split_k=split,
+        tiles_at=tiles_at, shape=(rows, padded), split_k=split,
         combine=combine_step(rows * split, split, padded, accumulator(x.dtype)) if split > 1 else None,
     )  # fmt: skip
 
@@ -104,7 +95,7 @@ def shrink(
     plan: ShrinkPlan, routing: Routing, x: torch.Tensor, a: torch.Tensor, u: torch.Tensor, scaling: float
 ) -> None:
     """Fill u from x and a (E, r, K)."""
-    a = a.contiguous() if plan.copies_a else a
+    a = a.contiguous() if _needs_copy(a) else a
     rows, padded = plan.shape
     shares = u if plan.combine is None else empty((rows * plan.split_k, padded), accumulator(x.dtype), x)
     stride_e, stride_r, stride_k = a.stride()
@@ -120,17 +111,7 @@ def shrink(
 # --- grouped GEMM ---------------------------------------------------------------------------------------------------
 
 
-class Lora(NamedTuple):
-    """a (E, r, K), b (E, N, r), and U (R, padded rank), which is filled; ``None`` where nobody wants it."""
-
-    a: torch.Tensor
-    b: torch.Tensor
-    u: torch.Tensor | None
-    scaling: float
-
-
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class GemmPlan:
+class GemmPlan(NamedTuple):
     """Y = X W[e] + U B[e]^T + bias[e] for the rows of each expert."""
 
     kernel: Launch | products.Plan  # the latter for packed matrices alone
@@ -207,19 +188,15 @@ def _fits_descriptor(w: torch.Tensor) -> bool:
 
 
 def gemm(
-    plan: GemmPlan, routing: Routing, x: torch.Tensor, w: torch.Tensor | Matrices, lora: Lora | None,
-    bias: torch.Tensor | None, y: torch.Tensor,
+    plan: GemmPlan, routing: Routing, x: torch.Tensor, w: torch.Tensor | Matrices, bias: torch.Tensor | None,
+    y: torch.Tensor, a: Any, b: Any, u: torch.Tensor | None, scaling: float,
 ) -> None:  # fmt: skip
-    """Fill y (R, N), and lora's U if there is one."""
-    a = b = u = None
-    scaling = 0.0
+    """Fill y (R, N), and U (R, padded rank) if there is one, with a (E, r, K) and b (E, N, r), or neither."""
     if plan.copies_x:
         x = x.clone(memory_format=torch.contiguous_format)
-    if lora is not None:
-        a, b, u, scaling = lora
-        if plan.shrink is not None:
-            u = empty(plan.shrink.shape, x.dtype, x) if u is None else u
-            shrink(plan.shrink, routing, x, a, u, scaling)
+    if plan.shrink is not None:
+        u = empty(plan.shrink.shape, x.dtype, x) if u is None else u
+        shrink(plan.shrink, routing, x, a, u, scaling)
     experts, k, n = w.shape
     if isinstance(plan.kernel, products.Plan):
         assert isinstance(w, Matrices)

@@ -1,6 +1,5 @@
 """Public functions, then the forward operator and the backward operator: check, outputs, plan, run."""
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import torch
@@ -9,9 +8,9 @@ from kernelbook import arguments  # before Triton, which it sets up
 from kernelbook.linear import linear
 from kernelbook.memory import accumulator, empty
 from kernelbook.moe_lora import grouped, kernels
-from kernelbook.moe_lora.grouped import SORTED, GemmPlan, Lora, ShrinkPlan, Step
+from kernelbook.moe_lora.grouped import SORTED, GemmPlan, ShrinkPlan, Step
 from kernelbook.moe_lora.routing import Routing, route
-from kernelbook.operators import Op
+from kernelbook.operators import Op, named_arguments
 from kernelbook.packed import NF4Tensor
 from kernelbook.packed.products import Matrices
 
@@ -35,25 +34,16 @@ def scatter2scatter(
     """Multiply each row with the matrix of the expert it is routed to; differentiable.
 
     Args:
-        x: (T, K), float16, bfloat16, float32 or float64, any strides; if ``grouped_in``, (T*k, K) in expert order.
-        w: (E, K, N), the dtype of ``x``, any strides; or an ``NF4Tensor`` of shape (E, N, K), which is decoded on the way
-            into the product and never becomes dense, but for the exceptions of :func:`moe_lora`.
-        routing: of T tokens to k of E experts, from :func:`route`.
-        grouped_in, grouped_out: rows are in expert order, position s holding pair ``routing.order[s]``.
-        transposed: the ``NF4Tensor`` has shape (E, K, N), packed along N. (A dense ``w`` has any strides.)
+        x, w, routing, grouped_in, grouped_out, transposed: as in :func:`moe_lora`.
 
     Returns:
         (T*k, N) in the dtype of ``x``: row t*k + j is ``x[t] @ w[expert_ids[t, j]]``, zero for a slot to skip; in expert
         order if ``grouped_out``. float32 products use tf32 where ``torch.backends.cuda.matmul.allow_tf32`` says so.
 
-    Raises:
-        TypeError: an argument is not a tensor of a supported dtype, or dtypes differ.
-        ValueError: a shape or a device is not as above.
+    Raises: as :func:`moe_lora`.
     """
-    given = call_of(
-        "scatter2scatter", x, w, routing, strategy="split", grouped_in=grouped_in, grouped_out=grouped_out,
-        transposed=transposed,
-    )  # fmt: skip
+    rows = {"grouped_in": grouped_in, "grouped_out": grouped_out}
+    given = call_of("scatter2scatter", x, w, routing, strategy="split", transposed=transposed, **rows)
     return _moe_lora(*given)  # type: ignore[no-any-return]
 
 
@@ -109,32 +99,17 @@ def moe_lora(
     return _moe_lora(*given)  # type: ignore[no-any-return]
 
 
-class Call(NamedTuple):
-    """The arguments of the operator, in their order, see :func:`moe_lora`: W is dense, or packed with its parts."""
+# A dense W comes as ``w``, a packed one with its parts and its ``shape`` (E, K, N). ``function`` is the one that was called.
+ARGUMENTS = (
+    "Tensor x, Tensor? w, Tensor? lora_a, Tensor? lora_b, Tensor? bias, Tensor? gates, Tensor expert_ids, Tensor lists, "
+    "Tensor? packed, Tensor? absmax, Tensor? code, Tensor? nested_absmax, Tensor? nested_code, Tensor? nested_offset, "
+    "str function, SymInt experts, SymInt[] shape, int block_size, bool transposed, float scaling, str strategy, "
+    "bool grouped_in, bool grouped_out"
+)
 
-    x: torch.Tensor
-    w: torch.Tensor | None
-    lora_a: torch.Tensor | None
-    lora_b: torch.Tensor | None
-    bias: torch.Tensor | None
-    gates: torch.Tensor | None
-    expert_ids: torch.Tensor
-    lists: torch.Tensor
-    packed: torch.Tensor | None
-    absmax: torch.Tensor | None
-    code: torch.Tensor | None
-    nested_absmax: torch.Tensor | None
-    nested_code: torch.Tensor | None
-    nested_offset: torch.Tensor | None
-    function: str  # that was called
-    experts: int
-    shape: tuple[int, ...]  # (E, K, N) of a packed W
-    block_size: int
-    transposed: bool
-    scaling: float
-    strategy: str
-    grouped_in: bool
-    grouped_out: bool
+
+class Call(named_arguments(ARGUMENTS)):  # type: ignore[misc]
+    """The arguments of the operator, in their order, see :func:`moe_lora`."""
 
     @property
     def routing(self) -> Routing:
@@ -144,14 +119,8 @@ class Call(NamedTuple):
     def weight(self) -> torch.Tensor | Matrices:
         if self.w is not None:
             return self.w
-        assert self.packed is not None and self.absmax is not None and self.code is not None
         nested, (e, k, n) = (self.nested_absmax, self.nested_code, self.nested_offset), self.shape
         return Matrices(self.packed, self.absmax, self.code, nested, self.block_size, (e, k, n), self.transposed)
-
-    @property
-    def columns(self) -> int:
-        """N."""
-        return self.shape[2] if self.w is None else self.w.shape[2]
 
     @property
     def layouts(self) -> tuple[int, int]:
@@ -167,12 +136,6 @@ class Call(NamedTuple):
         return empty((self.expert_ids.numel(), kernels.padded_rank(self.lora_a.shape[1])), self.x.dtype, self.x)
 
 
-ARGUMENTS = (
-    "Tensor x, Tensor? w, Tensor? lora_a, Tensor? lora_b, Tensor? bias, Tensor? gates, Tensor expert_ids, Tensor lists, "
-    "Tensor? packed, Tensor? absmax, Tensor? code, Tensor? nested_absmax, Tensor? nested_code, Tensor? nested_offset, "
-    "str function, SymInt experts, SymInt[] shape, int block_size, bool transposed, float scaling, str strategy, "
-    "bool grouped_in, bool grouped_out"
-)
 DIFFERENTIABLE = 6  # the first of the tensors
 
 
@@ -212,10 +175,7 @@ def call_of(
 
 def check(*args: Any) -> None:
     call = Call(*args)
-    op, x, w, lora_a, lora_b, bias, gates = (
-        call.function, call.x, call.w, call.lora_a, call.lora_b, call.bias, call.gates,
-    )  # fmt: skip
-    expert_ids, experts, stored = call.expert_ids, call.experts, call.packed
+    (x, w, lora_a, lora_b, bias, gates, expert_ids), op, experts = args[:7], call.function, call.experts
     arguments.check_tensor(op, "x", x)
     if w is None:
         found, k, n = call.shape
@@ -223,38 +183,29 @@ def check(*args: Any) -> None:
             sides = (k, n) if call.transposed else (n, k)
             raise ValueError(f"{op}: w must have shape {(experts, *sides)}, got {(found, *sides)}")
     else:
-        arguments.check_tensor(op, "w", w)
-        if w.ndim != 3:
-            raise ValueError(f"{op}: w must have three dimensions, got shape {tuple(w.shape)}")
-        stored, (_, k, n) = w, w.shape
-        arguments.check_shape(op, "w", w, (experts, k, n))
-        arguments.check_same_dtype(op, x=x, w=w)
+        arguments.check_tensor(op, "w", w, dims=3)
+        _, k, n = w.shape
+        arguments.check_alike(op, x, w=(w, (experts, k, n)))
     tokens, slots = expert_ids.shape
     arguments.check_shape(op, "x", x, (tokens * slots if call.grouped_in else tokens, k))
-    arguments.check_same_device(op, x=x, w=stored, routing=expert_ids)
-    if lora_a is not None and lora_b is not None:
-        for name, value in (("lora_a", lora_a), ("lora_b", lora_b)):
-            arguments.check_tensor(op, name, value)
-            if value.ndim != 3:
-                raise ValueError(f"{op}: {name} must have three dimensions, got shape {tuple(value.shape)}")
+    arguments.check_same_device(op, x=x, w=call.packed, routing=expert_ids)
+    rank = 0
+    if (lora_a is None) != (lora_b is None):
+        missing, there = ("lora_a", "lora_b") if lora_a is None else ("lora_b", "lora_a")
+        raise TypeError(f"{op}: {missing} must be a tensor where {there} is one, got None")
+    if lora_a is not None:
+        arguments.check_tensor(op, "lora_a", lora_a, dims=3)
         rank = lora_a.shape[1]
         if rank < 1:
             raise ValueError(f"{op}: lora_a must have a rank of at least 1, got shape {tuple(lora_a.shape)}")
-        arguments.check_shape(op, "lora_a", lora_a, (experts, rank, k))
-        arguments.check_shape(op, "lora_b", lora_b, (experts, n, rank))
-    elif lora_a is not None or lora_b is not None:
-        missing, there = ("lora_a", "lora_b") if lora_a is None else ("lora_b", "lora_a")
-        raise TypeError(f"{op}: {missing} must be a tensor where {there} is one, got None")
-    if bias is not None:
-        arguments.check_tensor(op, "bias", bias)
-        arguments.check_shape(op, "bias", bias, (experts, n))
-    arguments.check_same_dtype(op, x=x, lora_a=lora_a, lora_b=lora_b, bias=bias)
+    factors = {"lora_a": (lora_a, (experts, rank, k)), "lora_b": (lora_b, (experts, n, rank))}
+    arguments.check_alike(op, x, **factors, bias=(bias, (experts, n)))
     if gates is not None:
         arguments.check_tensor(op, "gates", gates, dtypes=tuple({x.dtype, torch.float32}))
         arguments.check_shape(op, "gates", gates, expert_ids.shape)
         if call.grouped_out:
             raise ValueError(f"{op}: grouped_out must be False with gates, whose sum over the slots is in token order")
-    arguments.check_same_device(op, x=x, lora_a=lora_a, lora_b=lora_b, bias=bias, gates=gates)
+        arguments.check_same_device(op, x=x, gates=gates)
     arguments.check_choice(op, "strategy", call.strategy, STRATEGIES)
 
 
@@ -265,48 +216,35 @@ def _outputs(*args: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     """-> Y, and for the backward pass, where there is a low-rank update, U = scaling X A^T."""
     call, record = Call(*args[:-1]), args[-1]
     rows = call.expert_ids.numel() if call.gates is None else call.expert_ids.shape[0]
-    return empty((rows, call.columns), call.x.dtype, call.x), call.empty_u() if record else None
+    return empty((rows, call.weight.shape[2]), call.x.dtype, call.x), call.empty_u() if record else None
 
 
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class _ForwardPlan:
-    gemm: GemmPlan
-    combine: Step | None  # with gates
-
-
-def _plan(*args: Any) -> _ForwardPlan | None:
+def _plan(*args: Any) -> tuple[GemmPlan, Step | None] | None:
+    """-> the product, and with gates the sum over slots."""
     call = Call(*args[:-1])
-    routing, n, x, gated = call.routing, call.columns, call.x, call.gates is not None
-    if routing.rows == 0 or n == 0:
+    routing, w, x = call.routing, call.weight, call.x
+    if routing.rows == 0 or w.shape[2] == 0:
         return None
-    x_layout, _ = call.layouts
     gemm = grouped.gemm_plan(
-        routing, x, x_layout, call.weight, call.lora_a, call.lora_b, call.bias is not None, call.grouped_out,
-        call.strategy,
-    )  # fmt: skip
-    combine = grouped.combine_step(routing.rows, routing.slots, n, x.dtype) if gated else None
-    return _ForwardPlan(gemm, combine)
+        routing, x, call.layouts[0], w, call.lora_a, call.lora_b, call.bias is not None, call.grouped_out, call.strategy
+    )
+    gated = call.gates is not None
+    return gemm, grouped.combine_step(routing.rows, routing.slots, w.shape[2], x.dtype) if gated else None
 
 
-def _run(plan: _ForwardPlan, outputs: tuple[torch.Tensor, torch.Tensor | None], *args: Any) -> None:
-    (y, u), call = outputs, Call(*args[:-1])
-    a, b = call.lora_a, call.lora_b
-    lora = None if a is None or b is None else Lora(a, b, u, call.scaling)
-    routed = y if plan.combine is None else empty((call.expert_ids.numel(), call.columns), call.x.dtype, call.x)
-    grouped.gemm(plan.gemm, call.routing, call.x, call.weight, lora, call.bias, routed)
-    if plan.combine is not None:
-        grouped.combine(plan.combine, routed, y, call.gates)
+def _run(plan: tuple[GemmPlan, Step | None], outputs: tuple[torch.Tensor, torch.Tensor | None], *args: Any) -> None:
+    (gemm, combine), (y, u), call = plan, outputs, Call(*args[:-1])
+    x, w = call.x, call.weight
+    routed = y if combine is None else empty((call.expert_ids.numel(), w.shape[2]), x.dtype, x)
+    grouped.gemm(gemm, call.routing, x, w, call.bias, routed, call.lora_a, call.lora_b, u, call.scaling)
+    if combine is not None:
+        grouped.combine(combine, routed, y, call.gates)
 
 
 def _gradients(call: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """-> of x, w, lora_a, lora_b, bias and gates."""
-    u, *tensors = call.saved
     needs = [dtype is not None for dtype in call.wanted[:DIFFERENTIABLE]]
-    found = moe_lora_backward(
-        dy, u, *tensors, *call.kept, call.function, call.experts, call.shape, call.block_size, call.transposed,
-        call.scaling, call.strategy, call.grouped_in, call.grouped_out, needs,
-    )  # fmt: skip
-    return tuple(gradient if needed else None for gradient, needed in zip(found, needs, strict=True))
+    return moe_lora_backward(dy, *call.saved, *call.kept, *call.plain[:-1], needs)  # type: ignore[no-any-return]
 
 
 # --- backward -------------------------------------------------------------------------------------------------------
@@ -318,8 +256,7 @@ def _outputs_backward(dy: torch.Tensor, u: Any, *args: Any) -> tuple[torch.Tenso
     return tuple(empty(t.shape, t.dtype, dy) if needed else None for t, needed in like)
 
 
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class _BackwardPlan:
+class _BackwardPlan(NamedTuple):
     """Each step is ``None`` where nothing of it is wanted."""
 
     gemm: GemmPlan | None  # dY W^T + D A
@@ -367,9 +304,8 @@ def _run_backward(plan: _BackwardPlan, outputs: tuple[Any, ...], dy: torch.Tenso
     d: Any = None if da is None else call.empty_u()
     a, b = _transposed(call.lora_b), _transposed(call.lora_a)
     if plan.gemm is not None:
-        lora = None if a is None else Lora(a, b, d, call.scaling)
         dx_per_slot = dx if plan.combine is None else empty((routing.rows, x.shape[1]), x.dtype, x)
-        grouped.gemm(plan.gemm, routing, dy, call.weight.transpose(1, 2), lora, None, dx_per_slot)
+        grouped.gemm(plan.gemm, routing, dy, call.weight.transpose(1, 2), None, dx_per_slot, a, b, d, call.scaling)
         if plan.combine is not None:
             _combine_slots(plan.combine, dx_per_slot, dx, dgates, dy, call)
     if plan.shrink is not None:
@@ -406,7 +342,6 @@ def _combine_slots(step: Step, dx_per_slot: torch.Tensor, dx: Any, dgates: Any, 
 moe_lora_backward = Op(
     f"moe_lora_backward(Tensor dy, Tensor? u, {ARGUMENTS}, bool[] needs) "
     "-> (Tensor dx, Tensor dw, Tensor da, Tensor db, Tensor dbias, Tensor dgates)",
-    check=lambda *_: None,
     outputs=_outputs_backward,
     plan=_plan_backward,
     run=_run_backward,

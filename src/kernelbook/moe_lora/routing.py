@@ -1,6 +1,5 @@
 """Which token goes to which expert: the permutation that sorts routed tokens by expert, and the tiles that kernels work on."""
 
-import dataclasses
 from typing import NamedTuple
 
 import torch
@@ -11,8 +10,6 @@ from kernelbook.memory import empty
 from kernelbook.moe_lora import kernels
 from kernelbook.operators import Op
 
-__all__ = ["Routing", "route", "tiles_of_height"]
-
 MAX_ROWS = 2**30
 
 
@@ -21,7 +18,8 @@ class Routing(NamedTuple):
 
     Attributes:
         expert_ids: (T, k), as given.
-        lists: int32, the four lists below one behind the other; as one tensor they cost the host one allocation.
+        lists: int32, the three lists below one behind the other, and the tiles that the kernels' programs work on, see
+            ``kernels.py``; as one tensor they cost the host one allocation.
         num_experts: E.
     """
 
@@ -54,11 +52,6 @@ class Routing(NamedTuple):
         """(E + 1,) int32, the first sorted position of each expert; the last entry counts the rows not skipped."""
         return self.lists[2 * self.rows : 2 * self.rows + self.num_experts + 1]
 
-    @property
-    def tiles(self) -> torch.Tensor:
-        """(n, 3) int32, what the kernels' programs work on: runs of positions of one expert, see ``kernels.py``."""
-        return self.lists[2 * self.rows + self.num_experts + 1 :].view(-1, 3)
-
 
 def route(expert_ids: torch.Tensor, num_experts: int) -> Routing:
     """Sort the (token, slot) pairs by expert; without a host synchronisation.
@@ -76,26 +69,20 @@ def route(expert_ids: torch.Tensor, num_experts: int) -> Routing:
         TypeError: ``expert_ids`` is not a tensor of int64 or int32, or ``num_experts`` no integer.
         ValueError: a shape or (where they are checked) an id is not as above.
     """
-    if type(num_experts) is not int:
-        num_experts = arguments.integer("route", "num_experts", num_experts)
+    num_experts = arguments.integer("route", "num_experts", num_experts)
     return Routing(expert_ids, _route(expert_ids, num_experts), num_experts)
 
 
 def _check(expert_ids: torch.Tensor, num_experts: int) -> None:
-    arguments.check_tensor("route", "expert_ids", expert_ids, dtypes=(torch.int64, torch.int32))
-    if expert_ids.ndim != 2:
-        raise ValueError(f"route: expert_ids must have two dimensions (T, k), got shape {tuple(expert_ids.shape)}")
+    arguments.check_tensor("route", "expert_ids", expert_ids, dtypes=(torch.int64, torch.int32), dims=2)
     arguments.integer("route", "num_experts", num_experts, least=1)
 
 
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class _Plan:
-    rows: int
+class _Plan(NamedTuple):
     launch_count: Launch | None  # where several programs share the pairs
     launch_place: Launch
-    programs: int
     per_program: int
-    counts_shape: tuple[int, int]
+    counts_shape: tuple[int, int]  # (programs, BLOCK_E)
 
 
 def _plan(expert_ids: torch.Tensor, experts: int) -> _Plan | None:
@@ -112,17 +99,18 @@ def _plan(expert_ids: torch.Tensor, experts: int) -> _Plan | None:
         BLOCK_P=block_p, num_warps=warps,
     )  # fmt: skip
     per_program = cdiv(cdiv(rows, programs), block) * block
-    return _Plan(rows, count if programs > 1 else None, place, programs, per_program, (programs, block_e))
+    return _Plan(count if programs > 1 else None, place, per_program, (programs, block_e))
 
 
 def _run(plan: _Plan, outputs: tuple[torch.Tensor], expert_ids: torch.Tensor, experts: int) -> None:
     [lists], counts = outputs, None
     arguments.check_index_values("route", "expert_ids", expert_ids, experts + 1)
-    sizes = (plan.rows, expert_ids.shape[1], experts, plan.per_program)
+    grid = plan.counts_shape[:1]
+    sizes = (expert_ids.numel(), expert_ids.shape[1], experts, plan.per_program)
     if plan.launch_count is not None:
         counts = empty(plan.counts_shape, torch.int32, expert_ids)
-        plan.launch_count((plan.programs,), expert_ids, *expert_ids.stride(), counts, *sizes)
-    plan.launch_place((plan.programs,), expert_ids, *expert_ids.stride(), counts, lists, *sizes)
+        plan.launch_count(grid, expert_ids, *expert_ids.stride(), counts, *sizes)
+    plan.launch_place(grid, expert_ids, *expert_ids.stride(), counts, lists, *sizes)
 
 
 def _capacity(rows: int, experts: int, height: int) -> int:
@@ -137,14 +125,15 @@ def tiles_of_height(rows: int, experts: int, height: int) -> tuple[int, int]:
     return 2 * rows + experts + 1 + 3 * before, _capacity(rows, experts, height)
 
 
-def _length(rows: int, experts: int) -> int:
-    return 2 * rows + experts + 1 + 3 * sum(_capacity(rows, experts, height) for height in kernels.HEIGHTS)
+def _outputs(expert_ids: torch.Tensor, experts: int) -> tuple[torch.Tensor]:
+    length, _ = tiles_of_height(expert_ids.numel(), experts, 1 + max(kernels.HEIGHTS))
+    return (empty((length,), torch.int32, expert_ids),)
 
 
 _route = Op(
     "route(Tensor expert_ids, SymInt experts) -> Tensor lists",
     check=_check,
-    outputs=lambda expert_ids, experts: (empty((_length(expert_ids.numel(), experts),), torch.int32, expert_ids),),
+    outputs=_outputs,
     plan=_plan,
     run=_run,
 )

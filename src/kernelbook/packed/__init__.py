@@ -54,7 +54,6 @@ FP4 = CodeBook("fp4", tuple(sign * m / 12.0 for sign in (1.0, -1.0) for m in _FP
 _PARTS = ("packed", "absmax", "code", "nested_absmax", "nested_code", "nested_offset")
 
 
-@arguments.once
 def _check_parts(block_size: int, n: int, *parts: Any) -> None:
     arguments.check_choice("NF4Tensor", "block_size", block_size, (16, *BLOCK_SIZES))  # 16: NVFP4's, see fp4.py
     given = dict(zip(_PARTS, parts, strict=True))

@@ -1,14 +1,12 @@
 """Public functions, then two operators: the block of listed neurons, or its first product alone, and the gradients of both."""
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch.compiler import is_dynamo_compiling
 
 from kernelbook import arguments, runtime  # before Triton, which it sets up
 from kernelbook.launch import Launch, cdiv, launcher
@@ -17,8 +15,6 @@ from kernelbook.memory import accumulator, counters, empty, tl_accumulator
 from kernelbook.operators import Op
 from kernelbook.scatter_ffn import kernels
 from kernelbook.tensors import has_aligned_rows, matrix, strided
-
-__all__ = ["ACTIVATIONS", "check_ffn", "ffn_backward", "gather_matmul", "scatter_ffn"]
 
 _FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": F.relu,
@@ -42,16 +38,13 @@ def gather_matmul(
         rows: (L,) int64 or int32 ids in [0, N), in any order; one that is listed twice gives two columns. On the CPU and
             under ``KERNELBOOK_DEBUG=1`` they are checked; on a GPU without it an id out of range stands for a row of zeros
             (and a bias of zero).
-        activation: ``"relu"``, ``"leaky_relu"`` (slope 0.01), ``"gelu"`` (with erf), ``"gelu_tanh"`` (the approximation that
-            GPT-2 uses), ``"silu"``, or ``None``.
+        activation: as in :func:`scatter_ffn`, or ``None``.
         bias: (N,), the dtype of ``x``, or ``None``.
 
     Returns:
         (..., L) in the dtype of ``x``; sums are in float32 and rounded once. Under autocast in its dtype.
 
-    Raises:
-        TypeError: an argument is not a tensor of a supported dtype, or dtypes differ.
-        ValueError: a shape, a device, ``activation`` or (where they are checked) an id is not as above.
+    Raises: as :func:`scatter_ffn`.
     """
     return _ffn(x, weight, None, None, bias, None, None, rows, activation)  # type: ignore[no-any-return]
 
@@ -100,8 +93,7 @@ def scatter_ffn(
     x, w_up, w_down, w_gate, b_up, b_gate, b_down = arguments.in_autocast_dtype(
         x, w_up, w_down, w_gate, b_up, b_gate, b_down
     )
-    if not is_dynamo_compiling():
-        check_ffn("scatter_ffn", x, w_up, w_down, w_gate, b_up, b_gate, b_down, neurons, activation)
+    _ffn.check_once(x, w_up, w_down, w_gate, b_up, b_gate, b_down, neurons, activation)
     act, h = _FUNCTIONS[activation], linear(x, w_up, b_up)
     h = act(h) if w_gate is None else act(linear(x, w_gate, b_gate)) * h
     return linear(h, w_down.t(), b_down)
@@ -110,8 +102,7 @@ def scatter_ffn(
 # --- a product with listed rows, up or down -------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class _Product:
+class _Product(NamedTuple):
     """A product with listed rows, up or down."""
 
     activation: str | None = None
@@ -142,16 +133,16 @@ def _plan_up(
         return _Product(activation)
     assert tiles.up is not None
     blocks, is_vector = tiles.up.kwargs, tiles.strategy == "vector"
-    acc = tl_accumulator(weights[0].dtype)
-    constants = {"ACTIVATION": activation or "none", "ACC": acc, "PDL": pdl, "num_warps": tiles.up.num_warps}
-    if is_vector:
-        if not all(_wide(weight) for weight in weights if weight is not None):
-            blocks = {**blocks, "BLOCK_K": min(blocks["BLOCK_K"], 512)}  # loads of one element: fewer at a time
-        launch = launcher(kernels._gather_matmul_fwd_vector_kernel, repeatable=True, **constants, **blocks)
-        return _Product(activation, launch, (cdiv(columns, blocks["BLOCK_L"]),), tiles.up_split, is_vector)
-    num_tiles = cdiv(m, blocks["BLOCK_M"]) * cdiv(columns, blocks["BLOCK_L"])
-    launch = launcher(kernels._gather_matmul_fwd_tiles_kernel, **constants, **blocks)
-    return _Product(activation, launch, (num_tiles, tiles.up_split), tiles.up_split, is_vector)
+    kernel, grid = kernels._gather_matmul_fwd_vector_kernel, [cdiv(columns, blocks["BLOCK_L"])]
+    if not is_vector:
+        kernel, grid = kernels._gather_matmul_fwd_tiles_kernel, [grid[0] * cdiv(m, blocks["BLOCK_M"]), tiles.up_split]
+    elif not all(_wide(weight) for weight in weights if weight is not None):
+        blocks = {**blocks, "BLOCK_K": min(blocks["BLOCK_K"], 512)}  # loads of one element: fewer at a time
+    launch = launcher(
+        kernel, ACTIVATION=activation or "none", ACC=tl_accumulator(weights[0].dtype), PDL=pdl, **blocks,
+        num_warps=tiles.up.num_warps, repeatable=is_vector,
+    )  # fmt: skip
+    return _Product(activation, launch, tuple(grid), tiles.up_split, is_vector)
 
 
 def _plan_down(tiles: kernels.Plan, m: int, weight: torch.Tensor, pdl: bool = False) -> _Product:
@@ -160,27 +151,38 @@ def _plan_down(tiles: kernels.Plan, m: int, weight: torch.Tensor, pdl: bool = Fa
         return _Product()
     assert tiles.down is not None
     blocks, split, is_vector = tiles.down.kwargs, tiles.down_split, tiles.strategy == "vector"
-    constants = {"ACC": tl_accumulator(weight.dtype), "PDL": pdl, "num_warps": tiles.down.num_warps}
-    constants |= {"launch_pdl": True} if pdl else {}
-    columns = cdiv(weight.shape[1], blocks["BLOCK_C"])
-    if is_vector:
-        launch = launcher(kernels._scatter_ffn_fwd_down_vector_kernel, **constants, **blocks)
-        return _Product(None, launch, (columns, split), split, is_vector)
-    if not (pdl and _wide(weight)):
-        blocks = {**blocks, "AHEAD": 0}
-    launch = launcher(kernels._scatter_ffn_fwd_down_tiles_kernel, **constants, **blocks)
-    return _Product(None, launch, (cdiv(m, blocks["BLOCK_M"]) * columns, split), split, is_vector)
+    kernel, results = kernels._scatter_ffn_fwd_down_vector_kernel, cdiv(weight.shape[1], blocks["BLOCK_C"])
+    if not is_vector:
+        kernel, results = kernels._scatter_ffn_fwd_down_tiles_kernel, results * cdiv(m, blocks["BLOCK_M"])
+        blocks = blocks if pdl and _wide(weight) else {**blocks, "AHEAD": 0}
+    options = {"num_warps": tiles.down.num_warps, **({"launch_pdl": True} if pdl else {})}
+    launch = launcher(kernel, ACC=tl_accumulator(weight.dtype), PDL=pdl, **blocks, **options)
+    return _Product(None, launch, (results, split), split, is_vector)
 
 
 def _run_up(
     up: _Product, out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: Any, gate: Any, gate_bias: Any,
-    rows: torch.Tensor, packed: dict[int, torch.Tensor] | None = None,
+    rows: torch.Tensor, pack: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:  # fmt: skip
-    """Fill out (M, L or L_pad) with act(x weight[rows]^T) or its gated form, zero from L on. x (M, K)."""
+    """Fill out (M, L or L_pad) with act(x weight[rows]^T) or its gated form, zero from L on. x (M, K). ``pack``: :func:`_pack`."""
     if out.numel() == 0:
         return
     if up.launch is None:
-        _run_up_packed(up.activation, out, x, weight, bias, gate, gate_bias, rows, packed)
+        padded = (x.shape[0], _padded(rows.shape[0]))
+        whole = out if out.shape == padded else empty(padded, x.dtype, x)
+        plain = up.activation is None and gate is None
+        products = []
+        for w, b in ((weight, bias), (gate, gate_bias)):
+            if w is not None:
+                products.append(whole if plain else empty(padded, x.dtype, x))
+                # The bias goes into the product: added later it would meet a rounded sum, and near zero an activation's
+                # slope jumps.
+                packed_bias = None if b is None else pack(b[:, None])[:, 0]
+                product(x, pack(w).t(), packed_bias, out=products[-1])
+        if not plain:
+            _run_hidden(whole, products[0], None if gate is None else products[1], up.activation)
+        if whole is not out:
+            out.copy_(whole[:, : out.shape[1]])
         return
     if up.is_vector and x.shape[0] * x.stride(0) >= 2**31:  # the kernel finds its few rows by 32 bits
         x = x.contiguous()
@@ -209,34 +211,13 @@ def _memory_of_shares(product: _Product, shape: tuple[int, int, int], x: torch.T
     return partial, m * columns, counters(product.grid[0], x.device)
 
 
-def _run_up_packed(
-    activation: str | None, out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: Any, gate: Any, gate_bias: Any,
-    rows: torch.Tensor, packed: dict[int, torch.Tensor] | None,
-) -> None:  # fmt: skip
-    padded = (x.shape[0], _padded(rows.shape[0]))
-    whole = out if out.shape == padded else empty(padded, x.dtype, x)
-    plain = activation is None and gate is None
-    products = []
-    for w, b in ((weight, bias), (gate, gate_bias)):
-        if w is not None:
-            products.append(whole if plain else empty(padded, x.dtype, x))
-            # The bias goes into the product: added later it would meet a rounded sum, and near zero an activation's slope
-            # jumps.
-            packed_bias = None if b is None else _pack(b[:, None], rows)[:, 0]
-            product(x, _pack(w, rows, packed).t(), packed_bias, out=products[-1])
-    if not plain:
-        _run_hidden(whole, products[0], None if gate is None else products[1], activation)
-    if whole is not out:
-        out.copy_(whole[:, : out.shape[1]])
-
-
 def _run_down(
     down: _Product, y: torch.Tensor, h: torch.Tensor, weight: torch.Tensor, bias: Any, rows: torch.Tensor,
-    packed: dict[int, torch.Tensor] | None = None,
+    pack: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:  # fmt: skip
     """Fill y (M, K_out) with h[:, :L] weight[rows] + bias. h (M, L_pad) is zero from L on."""
     if down.launch is None:
-        product(h, _pack(weight, rows, packed), bias, out=y)
+        product(h, pack(weight), bias, out=y)
         return
     if y.numel() == 0:
         return
@@ -253,13 +234,8 @@ def _run_down(
     )  # fmt: skip
 
 
-def _pack(weight: torch.Tensor, rows: torch.Tensor, packed: dict[int, torch.Tensor] | None = None) -> torch.Tensor:
-    """-> (L_pad, K), the listed rows; zeros for an id out of range, and from L on: cuBLAS is fast with whole sixteens.
-
-    ``packed`` keeps what two products want.
-    """
-    if packed is not None and id(weight) in packed:
-        return packed[id(weight)]
+def _pack(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """-> (L_pad, K), the listed rows; zeros for an id out of range, and from L on: cuBLAS is fast with whole sixteens."""
     (n, k), count = weight.shape, rows.shape[0]
     out = empty((_padded(count), k), weight.dtype, weight)
     if out.numel():
@@ -267,8 +243,6 @@ def _pack(weight: torch.Tensor, rows: torch.Tensor, packed: dict[int, torch.Tens
         grid = (cdiv(out.shape[0], config.kwargs["BLOCK_L"]), cdiv(k, config.kwargs["BLOCK_K"]))
         launch = launcher(kernels._scatter_ffn_pack_kernel, **config.kwargs, num_warps=config.num_warps)
         launch(grid, rows, weight, *weight.stride(), out, n, k, count, out.shape[0])
-    if packed is not None:
-        packed[id(weight)] = out
     return out
 
 
@@ -291,49 +265,33 @@ def _run_hidden(
 # What PyTorch computes, here and below, goes to ``out=``, which autocast leaves alone.
 
 
-def _check_gather(x: Any, weight: Any, bias: Any, rows: Any, activation: Any) -> None:
-    op = "gather_matmul"
-    arguments.check_linear(op, x, "weight", weight)
-    if activation is not None:
-        arguments.check_choice(op, "activation", activation, ACTIVATIONS)
-    arguments.check_indices(op, "rows", rows)
-    arguments.check_alike(op, x, bias=(bias, weight.shape[:1]))
-    arguments.check_same_device(op, x=x, rows=rows)
-
-
-@arguments.once
-def check_ffn(
-    op: str, x: Any, w_up: Any, w_down: Any, w_gate: Any, b_up: Any, b_gate: Any, b_down: Any, neurons: Any, activation: Any
+def check(
+    x: Any, w_up: Any, w_down: Any, w_gate: Any, b_up: Any, b_gate: Any, b_down: Any, neurons: Any, activation: Any,
+    op: str = "scatter_ffn",
 ) -> None:  # fmt: skip
-    """Raise unless the arguments are right for a block of the public function ``op``."""
-    arguments.check_linear(op, x, "w_up", w_up)
+    """Raise unless the arguments are right for a block of the public function ``op``, or without ``w_down`` for the other one."""
+    choices: Sequence[object] = ACTIVATIONS
+    up, bias, ids, down = "w_up", "b_up", "neurons", ()
+    if w_down is None:
+        op, up, bias, ids, choices = "gather_matmul", "weight", "bias", "rows", (*ACTIVATIONS, None)
+    arguments.check_linear(op, x, up, w_up)
     n = w_up.shape[0]
-    arguments.check_tensor(op, "w_down", w_down)
-    if w_down.ndim != 2 or w_down.shape[0] != n:
-        raise ValueError(f"{op}: w_down must have shape ({n}, K_out), one row a neuron, got {tuple(w_down.shape)}")
+    if w_down is not None:
+        arguments.check_tensor(op, "w_down", w_down)
+        down = w_down.shape
+        if len(down) != 2 or down[0] != n:
+            raise ValueError(f"{op}: w_down must have shape ({n}, K_out), one row a neuron, got {tuple(down)}")
     if b_gate is not None and w_gate is None:
         raise ValueError(f"{op}: b_gate must be None where w_gate is None, got a tensor")
-    arguments.check_choice(op, "activation", activation, ACTIVATIONS)
-    arguments.check_alike(
-        op, x, w_down=(w_down, w_down.shape), w_gate=(w_gate, w_up.shape), b_up=(b_up, (n,)), b_gate=(b_gate, (n,)),
-        b_down=(b_down, w_down.shape[1:]),
-    )  # fmt: skip
-    if neurons is not None:
-        arguments.check_indices(op, "neurons", neurons)
-        arguments.check_same_device(op, x=x, neurons=neurons)
+    arguments.check_choice(op, "activation", activation, choices)
+    shapes = {"w_down": (w_down, down), "w_gate": (w_gate, w_up.shape), bias: (b_up, (n,)), "b_gate": (b_gate, (n,))}
+    arguments.check_alike(op, x, **shapes, b_down=(b_down, down[1:]))
+    if neurons is not None or w_down is None:
+        arguments.check_indices(op, ids, neurons)
+        arguments.check_same_device(op, x=x, **{ids: neurons})
 
 
-def _check(
-    x: Any, w_up: Any, w_down: Any, w_gate: Any, b_up: Any, b_gate: Any, b_down: Any, neurons: Any, activation: Any
-) -> None:
-    if w_down is None:
-        _check_gather(x, w_up, b_up, neurons, activation)
-    else:
-        check_ffn("scatter_ffn", x, w_up, w_down, w_gate, b_up, b_gate, b_down, neurons, activation)
-
-
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class _Plan:
+class _Plan(NamedTuple):
     """What is decided for a kind of forward or backward pass."""
 
     columns: int  # of h; 0: no neuron is listed
@@ -341,28 +299,23 @@ class _Plan:
     down: _Product = _Product()
 
 
-def _plan(
-    x: torch.Tensor, w_up: torch.Tensor, w_down: Any, w_gate: Any, b_up: Any, b_gate: Any, b_down: Any,
-    neurons: torch.Tensor, activation: str | None,
-) -> _Plan | None:  # fmt: skip
+def _plan(*args: Any) -> _Plan | None:
+    x, w_up, w_down, w_gate, _, _, b_down, neurons, activation = args
     m, count, weights = math.prod(x.shape[:-1]), neurons.shape[0], (w_up, w_gate)
-    if w_down is None:
-        up = _plan_up(_choose_tiles(x, x.shape[-1], count), m, count, weights, activation) if m * count else None
-        return None if up is None else _Plan(count, up)
-    if m * w_down.shape[1] == 0 or (count == 0 and b_down is None):
+    if m == 0 or (count == 0 and b_down is None) or (w_down is not None and w_down.shape[1] == 0):
         return None
     if count == 0:
         return _Plan(0)
+    if w_down is None:
+        return _Plan(count, _plan_up(_choose_tiles(x, x.shape[-1], count), m, count, weights, activation))
     tiles = _choose_tiles(x, w_down.shape[1], count, w_gate is not None)
     pdl = (tiles.strategy == "vector" or count <= kernels.EARLY) and runtime.properties(x.device).has_pdl
     up = _plan_up(tiles, m, _padded(count), weights, activation, pdl)
     return _Plan(_padded(count), up, _plan_down(tiles, m, w_down, pdl))
 
 
-def _run(
-    plan: _Plan, outputs: tuple[torch.Tensor], x: torch.Tensor, w_up: torch.Tensor, w_down: Any, w_gate: Any,
-    b_up: Any, b_gate: Any, b_down: Any, neurons: torch.Tensor, _: Any,
-) -> None:  # fmt: skip
+def _run(plan: _Plan, outputs: tuple[torch.Tensor], *args: Any) -> None:
+    x, w_up, w_down, w_gate, b_up, b_gate, b_down, neurons, _ = args
     names = ("gather_matmul", "rows") if w_down is None else ("scatter_ffn", "neurons")
     arguments.check_index_values(*names, neurons, w_up.shape[0])
     if plan.columns == 0:
@@ -370,15 +323,14 @@ def _run(
         return
     x, y, neurons = matrix(x), matrix(outputs[0]), neurons.contiguous()
     h = y if w_down is None else empty((x.shape[0], plan.columns), x.dtype, x)
-    _run_up(plan.up, h, x, w_up, b_up, w_gate, b_gate, neurons)
+    pack = functools.partial(_pack, neurons)
+    _run_up(plan.up, h, x, w_up, b_up, w_gate, b_gate, neurons, pack)
     if w_down is not None:
-        _run_down(plan.down, y, h, w_down, b_down, neurons)
+        _run_down(plan.down, y, h, w_down, b_down, neurons, pack)
 
 
-def _outputs(
-    x: torch.Tensor, w_up: torch.Tensor, w_down: Any, w_gate: Any, b_up: Any, b_gate: Any, b_down: Any,
-    neurons: torch.Tensor, _: Any,
-) -> tuple[torch.Tensor]:  # fmt: skip
+def _outputs(*args: Any) -> tuple[torch.Tensor]:
+    x, _, w_down, *_, neurons, _ = args
     columns = neurons.shape[0] if w_down is None else w_down.shape[1]
     return (empty((*x.shape[:-1], columns), x.dtype, x),)
 
@@ -400,11 +352,9 @@ def _outputs_backward(
     return tuple(empty(shape, x.dtype, x) if needed else None for shape, needed in pairs)
 
 
-def _plan_backward(
-    dy: torch.Tensor, x: torch.Tensor, w_up: torch.Tensor, w_down: Any, w_gate: Any, b_up: Any, b_gate: Any,
-    rows: torch.Tensor, *_: Any,
-) -> _Plan | None:  # fmt: skip
+def _plan_backward(*args: Any) -> _Plan | None:
     """Plan the gradients. Products are recomputed: they are cheap beside the weights' gradients."""
+    dy, x, w_up, w_down, w_gate, _, _, rows, *_ = args
     if dy.numel() == 0:
         return None
     m, padded = math.prod(x.shape[:-1]), _padded(rows.shape[0])
@@ -412,12 +362,11 @@ def _plan_backward(
     return _Plan(padded, _plan_up(tiles, m, padded, (w_up, w_gate, w_down), None), _plan_down(tiles, m, w_up))
 
 
-def _run_backward(
-    plan: _Plan, outputs: tuple[Any, ...], dy: torch.Tensor, x: torch.Tensor, w_up: torch.Tensor, w_down: Any,
-    w_gate: Any, b_up: Any, b_gate: Any, rows: torch.Tensor, activation: str | None, _: Any,
-) -> None:  # fmt: skip
+def _run_backward(plan: _Plan, outputs: tuple[Any, ...], *args: Any) -> None:
+    dy, x, w_up, w_down, w_gate, b_up, b_gate, rows, activation, _ = args
     dx, dw_up, dw_down, dw_gate, db_up, db_gate, db_down = outputs
-    x, dy, rows, packed = matrix(x), matrix(dy), rows.contiguous(), dict[int, torch.Tensor]()
+    x, dy, rows = matrix(x), matrix(dy), rows.contiguous()
+    pack = functools.cache(functools.partial(_pack, rows))  # two products want the same rows
     g = h = dg = None
     if w_down is None:
         dh = F.pad(dy, (0, extra)) if (extra := plan.columns - rows.shape[0]) else dy.contiguous()
@@ -427,19 +376,19 @@ def _run_backward(
         du = dh
     else:
         u, h, du = torch.empty_like(dh), torch.empty_like(dh), torch.empty_like(dh)
-        _run_up(plan.up, u, x, w_up, b_up, None, None, rows, packed)
+        _run_up(plan.up, u, x, w_up, b_up, None, None, rows, pack)
         if w_gate is not None:
             g, dg = torch.empty_like(dh), torch.empty_like(dh)
-            _run_up(plan.up, g, x, w_gate, b_gate, None, None, rows, packed)
+            _run_up(plan.up, g, x, w_gate, b_gate, None, None, rows, pack)
         if w_down is not None:
-            _run_up(plan.up, dh, dy, w_down, None, None, None, rows, packed)
+            _run_up(plan.up, dh, dy, w_down, None, None, None, rows, pack)
         _run_hidden(h, u, g, activation, dh, du, dg)
     if dx is not None:
         dx = matrix(dx)
-        _run_down(plan.down, dx, du, w_up, None, rows, packed)
+        _run_down(plan.down, dx, du, w_up, None, rows, pack)
         if dg is not None:
             by_gate = torch.empty_like(dx)
-            _run_down(plan.down, by_gate, dg, w_gate, None, rows, packed)
+            _run_down(plan.down, by_gate, dg, w_gate, None, rows, pack)
             torch.add(dx, by_gate, out=dx)
     products = ((du, x, dw_up), (h, dy, dw_down), (dg, x, dw_gate), (du, None, db_up), (dg, None, db_gate))
     pairs = [(_wgrad(a, b), out) for a, b, out in products if a is not None and out is not None]
@@ -479,8 +428,8 @@ def _place(rows: torch.Tensor, n: int, pairs: Sequence[tuple[torch.Tensor, torch
 
 _ffn = Op(
     "scatter_ffn(Tensor x, Tensor w_up, Tensor? w_down, Tensor? w_gate, Tensor? b_up, Tensor? b_gate, Tensor? b_down, "
-    "Tensor neurons, str? activation) -> Tensor",
-    check=_check,
+    "Tensor? neurons, str? activation) -> Tensor",
+    check=check,
     outputs=_outputs,
     plan=_plan,
     run=_run,
@@ -492,7 +441,6 @@ _ffn = Op(
 ffn_backward = Op(
     "scatter_ffn_backward(Tensor dy, Tensor x, Tensor w_up, Tensor? w_down, Tensor? w_gate, Tensor? b_up, Tensor? b_gate, "
     "Tensor neurons, str? activation, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    check=lambda *_: None,
     outputs=_outputs_backward,
     plan=_plan_backward,
     run=_run_backward,

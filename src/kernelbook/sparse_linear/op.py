@@ -1,24 +1,17 @@
 """Public functions, then two operators: the product, dense or of active chunks, and its gradients."""
 
-import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.compiler import is_dynamo_compiling
 
 from kernelbook import arguments, runtime  # before Triton, which it sets up
 from kernelbook.launch import Block, Descriptor, Launch, block, cdiv, launcher
 from kernelbook.linear import linear, product
-from kernelbook.memory import accumulator, empty
+from kernelbook.memory import accumulator, empty, tl_accumulator
 from kernelbook.operators import Op
-from kernelbook.sparse_linear import kernels, packing
-from kernelbook.sparse_linear.packing import Chunks
+from kernelbook.sparse_linear import kernels
 from kernelbook.tensors import has_aligned_rows, matrix, strided
-
-# isort: split
-
-__all__ = ["products", "sparse_backward", "sparse_dw", "sparse_dx", "sparse_forward", "sparse_linear"]
 
 MODES = ("dense", "sparse_dw", "sparse_dw_dx")
 SPARSE = "sparse"  # the mode of the operator in which the product too is of active chunks only
@@ -55,13 +48,12 @@ def sparse_linear(
         TypeError: an argument is not a tensor of a supported dtype, or dtypes differ.
         ValueError: a shape, a device, ``chunk_size``, ``mode`` or (where they are checked) an id is not as above.
     """
-    op, chunk_size = "sparse_linear", arguments.integer("sparse_linear", "chunk_size", chunk_size)
-    arguments.check_choice(op, "mode", mode, MODES)
+    chunk_size = arguments.integer("sparse_linear", "chunk_size", chunk_size)
+    arguments.check_choice("sparse_linear", "mode", mode, MODES)
     if active_chunks is not None and mode != "dense":
         return _forward(x, weight, bias, active_chunks, chunk_size, None, False, False, mode)  # type: ignore[no-any-return]
     x, weight, bias = arguments.in_autocast_dtype(x, weight, bias)
-    if not is_dynamo_compiling():
-        _check_linear(op, x, weight, bias, active_chunks, chunk_size)
+    _forward.check_once(x, weight, bias, active_chunks, chunk_size, None, False, False, mode)
     return linear(x, weight, bias)
 
 
@@ -159,11 +151,9 @@ def sparse_backward(
 def _check_tensors(op: str, ids: Any, chunk_size: int, **tensors: Any) -> None:
     """Raise unless the tensors of a public function fit each other; the first of them sets dtype and device."""
     for name, tensor in tensors.items():
-        arguments.check_tensor(op, name, tensor)
+        arguments.check_tensor(op, name, tensor, dims=2 if name == "weight" else None)
         if name in ("x", "dy") and tensor.ndim == 0:
             raise ValueError(f"{op}: {name} must have at least one dimension, got a scalar")
-        if name == "weight" and tensor.ndim != 2:
-            raise ValueError(f"{op}: weight must have two dimensions, got shape {tuple(tensor.shape)}")
     arguments.check_same_dtype(op, **tensors)
     *rows, d_in = tensors["x" if "x" in tensors else "dy"].shape
     d_out = tensors["weight"].shape[0] if "weight" in tensors else tensors["dy"].shape[-1]
@@ -177,9 +167,24 @@ def _check_tensors(op: str, ids: Any, chunk_size: int, **tensors: Any) -> None:
     arguments.check_same_device(op, **tensors)
 
 
-@arguments.once
-def _check_linear(op: str, x: Any, weight: Any, bias: Any, ids: Any, chunk_size: int) -> None:
-    _check_tensors(op, ids, chunk_size, x=x, weight=weight, **({} if bias is None else {"bias": bias}))
+class Chunks(NamedTuple):
+    """The chunks, and whether the columns of Y and dY, the rows of W, and those of dW and db are the active ones only."""
+
+    size: int
+    d_out: int
+    y_compact: bool = False
+    w_compact: bool = False
+    dw_compact: bool = False
+    listed: int = 0  # A
+
+    @property
+    def total(self) -> int:
+        return cdiv(self.d_out, self.size)
+
+    @property
+    def active(self) -> int:
+        """Active features."""
+        return self.listed * self.size
 
 
 def _chunks(
@@ -192,8 +197,7 @@ def _chunks(
     return Chunks(size, d_out, y_compact, w_compact, dw_compact, ids.shape[0])
 
 
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class _Plan:
+class _Plan(NamedTuple):
     """What is decided for calls of a kind."""
 
     chunks: Chunks
@@ -222,7 +226,8 @@ def _strategy(chunks: Chunks, m: int, d_in: int, operands: Sequence[torch.Tensor
 
 def _check_forward(x: Any, weight: Any, bias: Any, ids: Any, chunk_size: int, d_out: int | None, *layout: Any) -> None:
     if d_out is None:
-        _check_linear("sparse_forward" if layout[-1] == SPARSE else "sparse_linear", x, weight, bias, ids, chunk_size)
+        op = "sparse_forward" if layout[-1] == SPARSE else "sparse_linear"
+        _check_tensors(op, ids, chunk_size, x=x, weight=weight, **({} if bias is None else {"bias": bias}))
 
 
 def _outputs_of_forward(
@@ -270,12 +275,12 @@ def _run_forward(
         tensors = (x, *x.stride(), weight, *weight.stride(), *strided(bias, 1), y, y.stride(0))
         plan.launch(plan.grid, ids, *tensors, *x.shape, chunks.d_out, chunks.listed, *plan.counts)
     else:
-        packed_w = packing.pack(chunks, ids, weight, 0, chunks.w_compact)[0]
-        packed_b = None if bias is None else packing.pack(chunks, ids, bias[None, :], 1, chunks.w_compact)[0][0]
+        packed_w = pack(chunks, ids, weight, 0, chunks.w_compact)[0]
+        packed_b = None if bias is None else pack(chunks, ids, bias[None, :], 1, chunks.w_compact)[0][0]
         packed_y = y if chunks.y_compact else empty((y.shape[0], chunks.active), y.dtype, y)
         product(x, packed_w.t(), packed_b, out=packed_y)
         if not chunks.y_compact:
-            packing.place(chunks, ids, packed_y.t()[None], y.t(), None, None)
+            place(chunks, ids, packed_y.t()[None], y.t(), None, None)
 
 
 def _gradients_of_forward(call: Any, dy: torch.Tensor) -> tuple[Any, ...]:
@@ -331,10 +336,6 @@ def _plan_products(dy: torch.Tensor, x: Any, weight: Any, ids: torch.Tensor, *se
     whole = not (chunks.size % kernels.BOX or chunks.y_compact or chunks.w_compact or chunks.d_out >= 2**30)
     by_descriptor = whole and properties.has_tma and all(map(has_aligned_rows, operands))
     tiles = kernels.plan_backward(m, d_in, chunks.active, size, with_dw, with_dx, by_descriptor, properties)
-    return _plan_tiles(tiles, chunks, m, d_in, with_dx, with_dw)
-
-
-def _plan_tiles(tiles: kernels.Plan, chunks: Chunks, m: int, d_in: int, with_dx: bool, with_dw: bool) -> _Plan:
     blocks, split = tiles.config.kwargs, tiles.split if with_dw else 1
     r, d, k = blocks["BLOCK_R"], blocks["BLOCK_D"], blocks["BLOCK_K"]
     columns = cdiv(d_in, d)
@@ -373,34 +374,27 @@ def _run_products(
         if db is not None:
             torch.sum(dy, 0, out=db)
     elif plan.launch is None:
-        packing.run_packed(chunks, ids, dy, x, weight, dx, dw, db)
-    else:
+        run_packed(chunks, ids, dy, x, weight, dx, dw, db)
+    else:  # one launch, or two if the sums of dW are split
         if db is not None and dw is None:  # the kernel sums dY where it multiplies it for dW
-            packing.run_packed(chunks, ids, dy, None, None, None, None, db)
-        _run_tiles(plan, ids, dy, x, weight, dx, dw, None if dw is None else db)
-
-
-def _run_tiles(
-    plan: _Plan, ids: torch.Tensor, dy: torch.Tensor, x: Any, weight: Any, dx: Any, dw: Any, db: Any
-) -> None:
-    """Fill dx, dw and, with it, db with one launch, or two if the sums of dW are split."""
-    x, weight = None if dw is None else x, None if dx is None else weight
-    assert plan.launch is not None
-    m, d_in = dy.shape[0], (weight if x is None else x).shape[1]
-    to_dw, to_db = dw, db
-    if plan.split > 1:
-        to_dw = empty((plan.split, plan.chunks.active, d_in), accumulator(dy.dtype), dy)
-        to_db = None if db is None else empty((plan.split, plan.chunks.active), accumulator(dy.dtype), dy)
-    read = zip((x, dy, dy, weight), plan.blocks, strict=True)
-    plan.launch(
-        plan.grid,
-        ids,
-        *strided(x, 2), dy, *dy.stride(), *strided(weight, 2), dx, to_dw, to_db,
-        *(None if by is None else Descriptor(tensor, by) for tensor, by in read),
-        m, d_in, plan.chunks.d_out, plan.chunks.listed, *plan.counts,
-    )  # fmt: skip
-    if plan.split > 1:
-        packing.place(plan.chunks, ids, to_dw, dw, to_db, db, compact=plan.chunks.dw_compact)
+            run_packed(chunks, ids, dy, None, None, None, None, db)
+            db = None
+        weight = None if dx is None else weight
+        m, d_in = dy.shape[0], (weight if x is None else x).shape[1]
+        to_dw, to_db = dw, db
+        if plan.split > 1:
+            to_dw = empty((plan.split, chunks.active, d_in), accumulator(dy.dtype), dy)
+            to_db = None if db is None else empty((plan.split, chunks.active), accumulator(dy.dtype), dy)
+        read = zip((x, dy, dy, weight), plan.blocks, strict=True)
+        plan.launch(
+            plan.grid,
+            ids,
+            *strided(x, 2), dy, *dy.stride(), *strided(weight, 2), dx, to_dw, to_db,
+            *(None if by is None else Descriptor(tensor, by) for tensor, by in read),
+            m, d_in, chunks.d_out, chunks.listed, *plan.counts,
+        )  # fmt: skip
+        if plan.split > 1:
+            place(chunks, ids, to_dw, dw, to_db, db, compact=chunks.dw_compact)
 
 
 def _gradients_of_products(call: Any, gx: Any, gw: Any, gb: Any) -> tuple[Any, ...]:
@@ -423,10 +417,81 @@ def _gradients_of_products(call: Any, gx: Any, gw: Any, gb: Any) -> tuple[Any, .
     return sum(of_dy[1:], of_dy[0]) if of_dy else None, of_x, of_weight
 
 
+# --- active rows and columns copied together and back, for products that are left to cuBLAS ---------------------------
+
+
+def run_packed(
+    chunks: Chunks, ids: torch.Tensor, dy: torch.Tensor, x: Any, weight: Any, dx: Any, dw: Any, db: Any
+) -> None:
+    """Fill dx, dw and db: pack the active columns of dY (summing them for db) and rows of W, and multiply."""
+    packed_dy, sums = pack(chunks, ids, dy, 1, chunks.y_compact, dx is not None or dw is not None, db is not None)
+    if dx is not None:
+        packed_w, _ = pack(chunks, ids, weight, 0, chunks.w_compact)
+        product(packed_dy, packed_w, out=dx)
+    if dw is not None and chunks.dw_compact:
+        torch.mm(packed_dy.t(), x, out=dw)
+    elif dw is not None:
+        of_active = torch.mm(packed_dy.t(), x, out=empty((chunks.active, x.shape[1]), x.dtype, x))
+        place(chunks, ids, of_active[None], dw, sums, db)
+    if db is not None and (dw is None or chunks.dw_compact):
+        place(chunks, ids, None, None, sums, db, compact=chunks.dw_compact)
+
+
+def pack(
+    chunks: Chunks, ids: torch.Tensor, source: torch.Tensor, axis: int, compact: bool, copy: bool = True, sums: bool = False
+) -> tuple[Any, torch.Tensor | None]:  # fmt: skip
+    """Copy the active rows (axis 0) or columns (1) of a matrix together, in memory as it is; sum columns in parts (P, A * chunk).
+
+    A ``compact`` source has the active ones only; those of a shorter chunk that are none become zero.
+    """
+    strides, config, m = source.stride(), kernels.PACK_CONFIG, source.shape[1 - axis]
+    shape = (chunks.active, m) if axis == 0 else (m, chunks.active)
+    packed: torch.Tensor | None = None
+    if copy and strides[0] == 1 and strides[1] != 1:
+        packed = empty(shape[::-1], source.dtype, source).t()
+    elif copy:
+        packed = empty(shape, source.dtype, source)
+    to = (0, 0) if packed is None else packed.stride()
+    grid = cdiv(chunks.active, config.kwargs["BLOCK_N"]), cdiv(m, config.kwargs["ROWS"])
+    partial = empty((grid[1], chunks.active), accumulator(source.dtype), source) if sums else None
+    launch = launcher(
+        kernels._sparse_linear_pack_kernel,
+        CHUNK=chunks.size, SRC_COMPACT=compact, ACC=tl_accumulator(source.dtype),
+        **config.kwargs, num_warps=config.num_warps,
+    )  # fmt: skip
+    launch(
+        grid,
+        ids,
+        source, strides[1 - axis], strides[axis],
+        packed, to[1 - axis], to[axis],
+        partial,
+        m, chunks.d_out, chunks.listed,
+    )  # fmt: skip
+    return packed, partial
+
+
+def place(
+    chunks: Chunks, ids: torch.Tensor, source: Any, target: Any, sums: Any, total: Any, *, compact: bool = False
+) -> None:
+    """Sum (SPLIT, A * chunk, M) into the rows of (d_out, M), zeros elsewhere; partial sums likewise into ``total``."""
+    m, split = (0, 1) if source is None else (target.shape[1], source.shape[0])
+    launch = launcher(
+        kernels._sparse_linear_place_kernel,
+        CHUNK=chunks.size, COMPACT=compact, SPLIT=split, ACC=tl_accumulator((total if target is None else target).dtype),
+        BLOCK_N=1 << (chunks.size - 1).bit_length(), BLOCK_M=kernels.PLACE_BLOCK_M, num_warps=8,
+    )  # fmt: skip
+    launch(
+        (chunks.listed if compact else chunks.total, max(1, cdiv(m, kernels.PLACE_BLOCK_M))),
+        ids,
+        *strided(source, 3), *strided(target, 2), sums, total if sums is not None else None,
+        m, chunks.d_out, chunks.listed, 0 if sums is None else sums.shape[0],
+    )  # fmt: skip
+
+
 # --- operators ------------------------------------------------------------------------------------------------------
 
 _forward = Op(
-    "sparse_linear(Tensor x, Tensor weight, Tensor? bias, Tensor active_chunks, SymInt chunk_size, SymInt? d_out, "
+    "sparse_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? active_chunks, SymInt chunk_size, SymInt? d_out, "
     "bool compact, bool weight_compact, str mode) -> Tensor",
     check=_check_forward,
     outputs=_outputs_of_forward,

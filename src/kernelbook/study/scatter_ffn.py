@@ -124,7 +124,7 @@ def launch_fused(
 
 
 def _check(x: Any, w_up: Any, w_down: Any, neurons: Any, activation: Any, block_l: int) -> None:
-    op.check_ffn(NAME, x, w_up, w_down, None, None, None, None, neurons, activation)
+    op.check(x, w_up, w_down, None, None, None, None, neurons, activation, NAME)
     if block_l & (block_l - 1):
         raise ValueError(f"{NAME}: block_l must be a power of two, got {block_l}")
     if runtime.in_same_bits():
