@@ -4,11 +4,13 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 
 import kernelbook as kb
 from kernelbook import runtime
+from kernelbook.lab import measured, record
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -32,3 +34,39 @@ def test_func_grad_is_refused_in_one_sentence() -> None:
         NotImplementedError, match=r"layer_norm: x must be differentiated by torch.autograd \(backward\)"
     ):
         torch.func.grad(lambda x: kb.layer_norm(x).sum())(x)
+
+
+FASTER, SLOWER = 1.03, 0.97
+SAID = [  # what the table says: function, mode, the shapes, the peer, and the median of the peer's time over ours
+    ("moe_lora", "forward_backward", "", "grouped_mm", FASTER),
+    ("moe_lora", "forward_backward", "", "axolotl", FASTER),
+    ("flash_attention", "forward", "", "sdpa_flash", FASTER),
+    ("flash_attention", "forward", "", "flex", FASTER),
+    ("flash_attention", "forward", " N=4096 ", "sdpa_cudnn", FASTER),
+    ("flash_attention", "forward", "", "flash_attention_4", SLOWER),
+    ("flash_attention", "backward", "", "sdpa_flash", FASTER),
+    ("flash_attention", "backward", "", "flash_attention_4", SLOWER),
+    ("layer_norm", "backward", "", "liger", FASTER),
+    ("rms_norm", "backward", "", "quack", FASTER),
+    ("sparse_linear", "backward", "", "dense", FASTER),
+    ("nf4_matmul", "forward", "tokens=1$", "dense", FASTER),
+    ("nf4_matmul", "forward", "tokens=(?:32|64)$", "dense", SLOWER),
+]
+
+
+def test_its_table_says_what_is_recorded() -> None:
+    rows = pd.concat(
+        measured.compared(record.load_results(stem)) for stem in measured.FILES if record.recorded_gpus(stem)
+    )
+    rows = rows.assign(where=measured.with_swept(rows))
+    for op, mode, shapes, peer, bound in SAID:
+        those = (
+            (rows["op"] == op)
+            & (rows["mode"] == mode)
+            & (rows["provider"] == peer)
+            & rows["where"].str.contains(shapes)
+        )
+        middle = rows.loc[those, "ratio"].median()
+        assert (middle > bound) == (bound == FASTER), (
+            f"{op}, {mode}, {peer}: the median is {middle:.2f}, README says otherwise"
+        )

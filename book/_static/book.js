@@ -456,7 +456,7 @@
     const [pass, passLabel] = select("pass", () => show());
     const words = make("input", { type: "search", placeholder: "N=4096", oninput: () => show() });
     const count = make("p", { "aria-live": "polite", class: "count" });
-    const table = make("table", { class: "points" });
+    const table = make("table", { class: "points blocks" });
     box.append(
       make("div", { class: "look-up-form" }, gpuLabel, nameLabel, passLabel, make("label", {}, "shape or baseline", words)),
       count,
@@ -482,11 +482,11 @@
         ? `${found.length} ${found.length === 1 ? "point" : "points"}; slower at ${slower(9)} on the device, ${python}.` +
           (found.length > MOST ? ` The first ${MOST} are shown.` : "")
         : "No point is recorded for that.";
-      const shown = [4, 8, 10, 5, 6, 7, 3]; // the answer first: a phone shows three columns
+      const shown = [4, 8, 10, 5, 6, 7, 3];
       const cell = (row, column) => {
         const verdict = column >= 8 ? row[column + 1] : "";
         const value = row[column] === null ? "" : column >= 8 ? row[column].toFixed(2) : row[column].toLocaleString("en");
-        return make("td", { class: verdict === "faster" || verdict === "slower" ? verdict : false }, value);
+        return make("td", { class: verdict === "faster" || verdict === "slower" ? verdict : false, "data-label": column === 4 ? false : columns[column] }, value);
       };
       table.replaceChildren(
         make("thead", {}, make("tr", {}, ...shown.map((column) => make("th", { scope: "col" }, columns[column])))),
@@ -560,7 +560,9 @@
     }
     // What scrolls has to be reachable by keyboard.
     for (const box of document.querySelectorAll(".bd-article pre, .bd-article .pst-scrollable-table-container, .bd-article .output, .bd-article .sd-tab-content, .bd-article .formula")) {
-      if (box.scrollWidth > box.clientWidth) box.tabIndex = 0;
+      if (box.scrollWidth <= box.clientWidth) continue;
+      box.tabIndex = 0;
+      box.classList.add("scrolls");
     }
   }
 
