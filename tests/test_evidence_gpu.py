@@ -147,7 +147,7 @@ def _packed(kind: str, *shape: int) -> kb.NF4Tensor:
 @pytest.mark.parametrize("m", (1, 3, 8, 13, 40))
 def test_packed_matrix(m: int, kind: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """By the kernels of large matrices: few rows, and more than they take."""
-    for name in ("PACKED_ROWS", "PACKED_ELEMENTS", "SOME_ELEMENTS"):
+    for name in ("PACKED_ELEMENTS", "SOME_ELEMENTS"):
         monkeypatch.setattr(nf4_kernels, name, 0)
     if m not in (1, 8) and kind != "64" and m != (13 if "128" in kind else 40):
         pytest.skip("once is enough")

@@ -598,7 +598,7 @@ def test_packed_tiles_by_tensor_cores(tokens: int, kind: str) -> None:
 @pytest.mark.parametrize("kind", ("64", "64 double", "mxfp4"))
 def test_packed_experts_of_few_rows_bit_for_bit(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """There the table is rounded before the scale multiplies it, in float32: every element is what that gives."""
-    for name in ("PACKED_ROWS", "PACKED_ELEMENTS"):  # from which nf4_matmul takes these kernels
+    for name in ("PACKED_ELEMENTS", "SOME_ELEMENTS"):  # from which nf4_matmul takes these kernels
         monkeypatch.setattr(nf4_kernels, name, 0)
     experts, n, k = 3, 72, 128
     q = _packed_tensor(kind, experts, n, k)
