@@ -8,8 +8,9 @@ import argparse
 import itertools
 import os
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -20,7 +21,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 import test_compiles  # noqa: E402
 
 from kernelbook import runtime  # noqa: E402
-from kernelbook.lab.compiled import CompiledKernel, compile_each, occupancy, write_reports  # noqa: E402
+from kernelbook.lab.compiled import CompiledKernel, compile_each, occupancy, read_reports, write_reports  # noqa: E402
 
 TABLE = ROOT / "book" / "compiled.csv"
 
@@ -60,10 +61,14 @@ def table(reports: Path) -> pd.DataFrame:
 def main() -> int:
     """Writes both files."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    jobs = itertools.product([[room] for room in sorted(test_compiles.CALLS)], test_compiles.ALIKE)
+    kernels: list[CompiledKernel] = []
+    before = [SimpleNamespace(**row) for row in read_reports(test_compiles.REPORTS).values()]
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        jobs = itertools.product([[room] for room in sorted(test_compiles.CALLS)], test_compiles.ALIKE)
-        found = list(pool.map(lambda job: test_compiles.compiled(*job), jobs))
-    kernels = [kernel for of_job in found for of_room in of_job.values() for kernel in of_room]
+        for job in as_completed([pool.submit(test_compiles.compiled, *job) for job in jobs]):
+            kernels += [kernel for of_room in job.result().values() for kernel in of_room]
+            write_reports(test_compiles.REPORTS, [*before, *kernels])  # so that a run that is stopped loses nothing
+            print(f"{len(kernels)} kernels", flush=True)
     write_reports(test_compiles.REPORTS, kernels)
     table(test_compiles.REPORTS).to_csv(TABLE, index=False, lineterminator="\n")
     print(f"{len(kernels)} kernels, {sum(not kernel.stored for kernel in kernels)} of them compiled anew")
