@@ -302,9 +302,11 @@ _norm_backward = Op(
     results=3,
 )
 ARGUMENTS = "Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, ScalarType? out_dtype, bool has_mean, bool record"
-# Two operators, which differ in what the backward pass reads: what was normalized is x, or the sum.
-_norm, _norm_of_sum = (
-    Op(
+
+
+def _norm_op(name: str, normalized: str) -> Op:
+    """Return one of two operators, which differ in what the backward pass reads: what was normalized is x, or the sum."""
+    return Op(
         f"{name}({ARGUMENTS}) -> (Tensor y, Tensor total, Tensor statistics)",
         check=check,
         outputs=outputs_of,
@@ -315,5 +317,7 @@ _norm, _norm_of_sum = (
         autocast=in_float32,
         backward=_gradients,
     )
-    for name, normalized in (("norm", "x"), ("norm_of_sum", "total"))
-)
+
+
+_norm = _norm_op("norm", "x")
+_norm_of_sum = _norm_op("norm_of_sum", "total")
