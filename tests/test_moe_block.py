@@ -429,7 +429,7 @@ def test_only_used_experts_become_dense_and_are_not_kept(dequantized: list[tuple
 
 
 def test_without_gradients_nothing_is_made_again(dequantized: list[tuple[int, Any]]) -> None:
-    inputs, ids = _inputs(3, experts=12)
+    inputs, ids = _inputs(3, experts=12, hidden=64, inner=32)
     weights = {name: nf4_quantize(inputs.pop(name)) for name in ("gate_up", "down")}
     with torch.no_grad():
         _call(ids)(**inputs, **weights)

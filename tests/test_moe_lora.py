@@ -955,7 +955,7 @@ x, a, b = (torch.empty(*shape, dtype=torch.bfloat16) for shape in ((40, 512), (5
 kb.moe_lora(x, q, a, b, kb.route(torch.zeros(40, 2, dtype=torch.int64), 5))
 """
     compiled = [k for k in compile_calls(code) if k.name == "_many_rows_kernel"]
-    assert [k.constants["RANK"] for k in compiled] == [128] and not compiled[0].spill_bytes
+    assert [k.constants["r"] for k in compiled] == [128] and not compiled[0].spill_bytes
 
 
 # --- on a GPU -------------------------------------------------------------------------------------------------------

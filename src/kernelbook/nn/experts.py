@@ -337,7 +337,8 @@ def gated_experts(
     if compressed and not torch.compiler.is_compiling():  # renamed ids are all in range
         arguments.check_index_values(op, "expert_ids", expert_ids, num_experts + 1)
     packed = all(isinstance(weight, torch.Tensor | NF4Tensor) for weight in (gate_up, down))
-    decoded = active == "auto" and packed and decodes_on_the_way(expert_ids.numel(), num_experts)
+    whole = all(weight.shape[-1] % 32 == 0 for weight in (gate_up, down))  # rows that the products can decode
+    decoded = active == "auto" and packed and whole and decodes_on_the_way(expert_ids.numel(), num_experts)
     dense = compressed and not decoded
     chosen, ids = choose_experts(expert_ids, num_experts, active) if dense else (None, expert_ids)
     routing = route(ids, num_experts if chosen is None else chosen.shape[0])
