@@ -465,8 +465,8 @@ SPILLS_ALLOWED = {
         "128 features without tensor cores: four registers; 256 features with a soft cap more. Tiles cannot be smaller.",
     ),
     ("_flash_attention_bwd_dq_kernel", "sm_75"): (
-        344,
-        "256 features with a soft cap, without tensor cores; tiles cannot be smaller.",
+        360,
+        "256 features with a soft cap or packed sequences, without tensor cores; tiles cannot be smaller.",
     ),
     ("_gather_matmul_fwd_vector_kernel", "sm_75"): (
         328,
@@ -540,10 +540,6 @@ SPILLS_ALLOWED = {
         "Rows of 12,289 to 14,336 elements in 16 bits: the sums take all registers but a few, and a program that keeps "
         "a row to itself was measured faster than two that share it.",
     ),
-    ("_scatter_ffn_fwd_down_tiles_kernel", "sm_90"): (
-        8,
-        "256 columns of 128 tokens whose sums are shared: two registers, outside the loop.",
-    ),
     ("_scatter_ffn_place_kernel", "sm_90"): (
         8,
         "float64: two registers, in a kernel that copies rows.",
@@ -557,23 +553,40 @@ SPILLS_ALLOWED = {
         "Eight tokens with double quantization: two registers. Half as many words in flight would need none, and were "
         "measured slower.",
     ),
-    # Two registers on generations on which nothing was measured yet: `tune` finds other tiles where they matter.
+    ("_flash_attention_bwd_dkdv_kernel", "gfx1201"): (
+        3004,
+        "Packed sequences; never measured, and nobody here has such a GPU.",
+    ),
+    **dict.fromkeys(
+        (("_flash_attention_bwd_dkdv_kernel", "sm_100"), ("_flash_attention_bwd_dkdv_kernel", "sm_103")),
+        (1264, "256 features with packed sequences or a soft cap; never measured on such a GPU."),
+    ),
+    **dict.fromkeys(
+        (("_flash_attention_bwd_dq_kernel", "sm_100"), ("_flash_attention_bwd_dq_kernel", "sm_103")),
+        (16, "Packed sequences: four registers; never measured on such a GPU."),
+    ),
+    **dict.fromkeys(
+        (("_sparse_linear_bwd_tiles_kernel", "sm_120"), ("_sparse_linear_bwd_tiles_kernel", "sm_121")),
+        (
+            2048,
+            "128 x 256 tiles with the sums of db beside them, without wgmma: too large a tile; never measured on such a GPU.",
+        ),
+    ),
+    **dict.fromkeys(
+        (("_moe_lora_fwd_rows_kernel", target) for target in ("sm_80", "sm_86", "sm_89")),
+        (16, "Four registers; never measured on such a GPU."),
+    ),
+    # Two registers on generations on which nothing was measured yet.
     **dict.fromkeys(
         (
             ("_flash_attention_bwd_dq_kernel", "sm_120"),
             ("_moe_lora_bwd_wgrad_kernel", "sm_86"),
             ("_moe_lora_bwd_wgrad_kernel", "sm_89"),
             ("_moe_lora_bwd_wgrad_kernel", "sm_120"),
-            ("_moe_lora_bwd_recompute_kernel", "sm_120"),
-            ("_moe_lora_bwd_recompute_kernel", "sm_121"),
             ("_moe_lora_bwd_wgrad_kernel", "sm_121"),
             ("_flash_attention_bwd_dq_kernel", "sm_121"),
             ("_route_fwd_place_kernel", "sm_121"),
             ("_scatter_ffn_fwd_down_tiles_kernel", "sm_121"),
-            ("_moe_lora_fwd_rows_kernel", "sm_75"),
-            ("_moe_lora_fwd_rows_kernel", "sm_80"),
-            ("_moe_lora_fwd_rows_kernel", "sm_86"),
-            ("_moe_lora_fwd_rows_kernel", "sm_89"),
             ("_nf4_matmul_fwd_kernel", "sm_86"),
             ("_route_fwd_place_kernel", "sm_120"),
             ("_scatter_ffn_fwd_down_tiles_kernel", "sm_120"),
@@ -726,7 +739,7 @@ def scale(x_ptr, n, BLOCK: tl.constexpr):
     four = code.replace("num_warps=2", "num_warps=4")
     found = run("\n# a comment\n" + source, code, four, targets=("sm_90", "sm_80"), every=1)
     assert [kernel.stored for kernel in found] == [True, False, False, False]
-    # So does what it calls and what it reads, and no name.
+    # So does what it calls and what it reads, and any name: a report is made anew rather than taken from another text.
     texts = [
         source.replace(*read)
         for read in (("x * FACTOR", "x + FACTOR"), ("constexpr(2)", "constexpr(3)"), ("n // 2", "n // 4"))
@@ -737,7 +750,7 @@ def scale(x_ptr, n, BLOCK: tl.constexpr):
         assert text != source
         (tmp_path / f"scaling_{i}.py").write_text(text)
     found = run(source, *(code.replace("scaling", f"scaling_{i}") for i in range(len(texts))))
-    assert [kernel.stored for kernel in found] == [False, False, False, True, True]
+    assert [kernel.stored for kernel in found] == [False, False, False, False, False]
     reports.write_text(reports.read_text().replace(f",{first.registers},", f",{first.registers + 8},"))
     with pytest.raises(CompileError, match="the stored report is"):
         run(source, every=1)

@@ -408,7 +408,7 @@ def _value_text(value: Any, within: Any = None) -> str:
     value = getattr(value, "value", value) if isinstance(value, constexpr) else value
     function = getattr(value, "fn", value)
     if inspect.isfunction(function) or inspect.isclass(value):
-        if function is within or not function.__module__.startswith("kernelbook"):
+        if function is within or function.__module__.partition(".")[0] in ("triton", "torch"):
             return ""
         if inspect.isclass(value):
             return stale.tree_text(ast.parse(textwrap.dedent(inspect.getsource(value))))
