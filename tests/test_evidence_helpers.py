@@ -84,7 +84,7 @@ def _visible_kernel(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
-    first, left, full, last = _visible(pid * BLOCK_M, N, S, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
+    first, left, full, last = _visible(pid * BLOCK_M, N, S, window, CAUSAL, WINDOW, False, BLOCK_M, BLOCK_N)
     tl.store(out_ptr + 4 * pid, first)
     tl.store(out_ptr + 4 * pid + 1, left)
     tl.store(out_ptr + 4 * pid + 2, full)
