@@ -408,7 +408,8 @@ def _value_text(value: Any, within: Any = None) -> str:
     value = getattr(value, "value", value) if isinstance(value, constexpr) else value
     function = getattr(value, "fn", value)
     if inspect.isfunction(function) or inspect.isclass(value):
-        if function is within or function.__module__.partition(".")[0] in ("triton", "torch"):
+        theirs = function.__module__.partition(".")[0] in ("triton", "torch")
+        if function is within or theirs or function.__module__ not in sys.modules:  # whose source nobody finds
             return ""
         if inspect.isclass(value):
             return stale.tree_text(ast.parse(textwrap.dedent(inspect.getsource(value))))
