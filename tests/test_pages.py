@@ -216,7 +216,7 @@ def test_a_wide_table_is_blocks_on_a_phone(browser: Any, address: str) -> None:
     """Each cell under its column's name, and nothing to scroll to; on a desktop it stays a table."""
     page, _ = opened(browser, address + "notebooks/several_gpus.html", width=390)
     tables = page.locator(".bd-article table.blocks")
-    assert tables.count() > 2
+    assert tables.count() > 0
     for table in tables.all():
         assert table.bounding_box()["width"] <= 390
         heads = [text.strip() for text in table.locator("thead th").all_text_contents()]
