@@ -244,6 +244,22 @@ def test_a_changed_constant_of_the_module_is_left_to_triton_to_refuse(fake: _Fak
     assert len(fake.called) == 1 and len(fake.by_triton) == 2
 
 
+def test_a_way_that_is_not_known_is_said_once(fake: _FakeKernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Triton does not keep compiled kernels as it did, every launch goes by kernel[grid]."""
+
+    def of(*_: Any) -> None:
+        raise AttributeError
+
+    monkeypatch.setattr(launch._Compiled, "of", of)
+    launch._warn_of_slow_launches.cache_clear()
+    launched = launch.Launch(fake, BLOCK=64)
+    with pytest.warns(UserWarning, match=r"every launch goes through kernel\[grid\]") as said:
+        for _ in range(3):
+            launched((4,), torch.zeros(8), 8)
+    assert len(said) == 1
+    launch._warn_of_slow_launches.cache_clear()
+
+
 def _hook(*_: Any) -> None:
     pass
 

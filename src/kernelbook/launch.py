@@ -1,8 +1,8 @@
 """From a call to its kernel: the launcher."""
 
-import contextlib
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -128,6 +128,15 @@ class _Compiled(NamedTuple):
         return current
 
 
+@functools.cache  # once
+def _warn_of_slow_launches() -> None:
+    warnings.warn(
+        f"kernelbook: Triton {triton.__version__} keeps compiled kernels in a way that is not known here, so every launch goes "
+        "through kernel[grid](...), which takes the host about twice as long",
+        stacklevel=3,
+    )
+
+
 class Launch:
     """A kernel with its constants and options, to be launched many times: ``Launch(kernel, BLOCK=64)(grid, x, n)``.
 
@@ -173,10 +182,10 @@ class Launch:
         elif found is None or not found.is_current(self.kernel, device):
             compiled = self._by_triton(grid, args)
             constants = tuple(self.constants.get(name) for name in self.kernel.arg_names[len(args) :])
-            with contextlib.suppress(
-                AttributeError, KeyError, StopIteration
-            ):  # what it finds otherwise, Triton launches again
+            try:
                 self._compiled[key] = _Compiled.of(self.kernel, compiled, device, constants)
+            except (AttributeError, KeyError, StopIteration):
+                _warn_of_slow_launches()
         else:
             x, y, z = (*grid, 1, 1)[:3]
             found.run(x, y, z, _current_stream(device), *found.before, *values, *found.constants)
