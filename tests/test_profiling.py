@@ -135,7 +135,7 @@ def _command(tmp_path: Path, *arguments: str) -> int:
     ids=("all parameters", "lora", "float16"),  # whose loss stays finite
 )
 def test_command_with_our_own_layer(more: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ("num_experts=3", "hidden_size=32", "intermediate_size=16", "slots=1")
+    sizes = ("num_experts=3", "hidden_size=32", "intermediate_size=32", "slots=1")
     assert (
         _command(tmp_path, "--length", "4", "--steps", "2", "--first", "2", "--last", "2", "--set", *sizes, *more) == 0
     )
