@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from promises import DEVICE, MODULES, PROMISES, Given, Promise, draw, ids, routed
 from tensors import default_dtype, far_apart
 from tiny_models import tiny_model
 from torch.autograd import forward_ad
@@ -29,37 +28,26 @@ from torch.utils.checkpoint import checkpoint
 
 import kernelbook as kb
 from kernelbook import nn, runtime
+from kernelbook.cases import Case, Given, collect, draw, floats, ids
 from kernelbook.distributed.exchange import exchange
 from kernelbook.interop import transformers as interop
+from kernelbook.nn.cases import routed
 from kernelbook.train import ChunkAdamW, TrainConfig
 from kernelbook.train.chunks import chunk_norms
 
-CALLS = PROMISES | MODULES
+DEVICE = runtime.DEVICE
+CASES = collect()
+CALLS = CASES | collect("MODULES")
 
 
 def _that(has: str, *, gradients: bool = False) -> Any:
     """The functions that have a property."""
-    names = [n for n, p in PROMISES.items() if has not in p.but and not (gradients and p.grads == ())]
+    names = [n for n, p in CASES.items() if has not in p.but and not (gradients and p.grads == ())]
     return pytest.mark.parametrize("name", names)
-
-
-def _floats(given: Given) -> list[str]:
-    """The arguments that are tensors of floating-point numbers."""
-    return [n for n, value in given.items() if isinstance(value, torch.Tensor) and value.is_floating_point()]
-
-
-def _leaves(promise: Promise, given: Given) -> list[str]:
-    return [n for n in _floats(given) if promise.grads is None or n in promise.grads]
 
 
 def _copied(given: Given) -> Given:
     return {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in given.items()}
-
-
-def _tensors(result: Any, given: Given) -> list[torch.Tensor]:
-    """Results, or what was written where there are none."""
-    found = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
-    return found or [given["k_pages"], given["v_pages"]]
 
 
 def _weights(result: torch.Tensor) -> torch.Tensor:
@@ -67,17 +55,17 @@ def _weights(result: torch.Tensor) -> torch.Tensor:
 
 
 def _with_gradients(
-    promise: Promise,
+    case: Case,
     given: Given,
     *,
-    call: Callable[[Given], Any] | None = None,
+    call: Callable[..., Any] | None = None,
     weigh: Callable[[torch.Tensor], torch.Tensor] = _weights,
     times: int = 1,
 ) -> list[torch.Tensor]:
-    """Results and gradients, dense: of the promise's ``call``, or of another; as many ``times`` in one graph."""
-    names = _leaves(promise, given)
+    """Results and gradients, dense: of the case's ``call``, or of another; as many ``times`` in one graph."""
+    names = case.leaves(given)
     given = given | {n: given[n].detach().requires_grad_() for n in names}
-    results = _tensors((call or promise.call)(given), given)
+    results = case.results(given, call)
     if not names:
         return results
     wanted = [r for r in results if r.requires_grad]
@@ -110,11 +98,11 @@ def _not_on_16_bytes(tensor: torch.Tensor) -> torch.Tensor:
 @_that("strides")
 @pytest.mark.parametrize("lie", (_every_second, _transposed, _not_on_16_bytes))
 def test_strides_change_nothing(name: str, lie: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    promise = PROMISES[name]
-    given = promise.given()
-    expected = _with_gradients(promise, _copied(given))
+    case = CASES[name]
+    given = case.given()
+    expected = _with_gradients(case, _copied(given))
     other = {n: lie(v) if isinstance(v, torch.Tensor) else v for n, v in given.items()}
-    _equal(_with_gradients(promise, other), expected)
+    _equal(_with_gradients(case, other), expected)
 
 
 def _without_rows(value: Any) -> Any:
@@ -123,22 +111,22 @@ def _without_rows(value: Any) -> Any:
 
 @_that("empty")
 def test_no_rows_give_nothing_and_zeros(name: str) -> None:
-    promise = PROMISES[name]
-    given = promise.given()
-    assert promise.rows
-    found = _with_gradients(promise, given | {n: _without_rows(given[n]) for n in promise.rows.split()})
+    case = CASES[name]
+    given = case.given()
+    assert case.rows
+    found = _with_gradients(case, given | {n: _without_rows(given[n]) for n in case.rows})
     assert all(torch.equal(t, torch.zeros_like(t)) for t in found)
-    assert any(t.numel() == 0 for t in found) or promise.op in ("sparse_dw", "route")
+    assert any(t.numel() == 0 for t in found) or case.op in ("sparse_dw", "route")
 
 
 @pytest.mark.skipif(not runtime.INTERPRET, reason="memory that is reserved, not touched")
 @_that("strides")
 def test_offsets_are_64_bit(name: str, overflow_raises: Callable[[], None]) -> None:
     """Rows of each argument lie so far apart that a 32-bit offset overflows. The memory between is not touched."""
-    promise = PROMISES[name]
-    given = promise.given()
+    case = CASES[name]
+    given = case.given()
     copied = _copied(given)
-    expected = _tensors(promise.call(copied), copied)
+    expected = case.results(copied)
     overflow_raises()
     matrices = [n for n, value in given.items() if isinstance(value, torch.Tensor) and value.ndim > 1]
     assert matrices
@@ -146,7 +134,7 @@ def test_offsets_are_64_bit(name: str, overflow_raises: Callable[[], None]) -> N
         fresh = _copied(given)
         tensor = fresh[n].int() if fresh[n].dtype == torch.int64 else fresh[n]  # half of the memory
         fresh[n] = far_apart(tensor, 2**31 // max(1, len(tensor) - 1) + 16, *tensor.stride()[1:-1])
-        _equal(_tensors(promise.call(fresh), fresh), expected)
+        _equal(case.results(fresh), expected)
 
 
 # --- bad input ------------------------------------------------------------------------------------------------------
@@ -154,9 +142,9 @@ def test_offsets_are_64_bit(name: str, overflow_raises: Callable[[], None]) -> N
 
 @_that("bad input")
 def test_what_is_no_such_tensor_is_named(name: str) -> None:
-    promise = PROMISES[name]
-    op = promise.op or name.split()[0].strip(",")
-    given = promise.given()
+    case = CASES[name]
+    op = case.op or name.split()[0].strip(",")
+    given = case.given()
     tensors = [n for n, v in given.items() if isinstance(v, torch.Tensor)]
     for n in tensors:
         bad: list[Any] = ["a", 3.0, given[n].to(torch.complex64), given[n].to_sparse()]
@@ -168,20 +156,20 @@ def test_what_is_no_such_tensor_is_named(name: str) -> None:
             bad.append(given[n].to("meta"))
         for other in bad:
             with pytest.raises((TypeError, ValueError), match=rf"{op}: .*\b{n}\b.*(got|must)"):
-                promise.call(promise.given() | {n: other})
+                case.function(**case.given() | {n: other})
 
 
 @pytest.mark.parametrize("name", [n for n in CALLS if "forward mode" not in CALLS[n].but and n != "GPT"])
 def test_integers_are_refused(name: str) -> None:
-    promise = CALLS[name]
-    given = promise.given()
-    first = _floats(given)[0]
+    case = CALLS[name]
+    given = case.given()
+    first = floats(given)[0]
     with pytest.raises((TypeError, RuntimeError)):
-        promise.call(given | {first: given[first].int()})
+        case.function(**given | {first: given[first].int()})
 
 
 def test_every_public_function_and_module_is_asked() -> None:
-    called = {promise.op or name.split()[0].strip(",") for name, promise in CALLS.items()}
+    called = {case.op or name.split()[0].strip(",") for name, case in CALLS.items()}
     public = [n for m in (kb, nn) for n in m.__all__ if isinstance(getattr(m, n), types.FunctionType)]
     public += [
         n for n in nn.__all__ if isinstance(getattr(nn, n), type) and issubclass(getattr(nn, n), torch.nn.Module)
@@ -208,9 +196,9 @@ class _Noted(TorchDispatchMode):
 
 @_that("opcheck")
 def test_pytorch_accepts_each_operator(name: str) -> None:
-    promise = PROMISES[name]
+    case = CASES[name]
     with _Noted() as noted:
-        _with_gradients(promise, promise.given())
+        _with_gradients(case, case.given())
     assert noted.calls
     for operator, args in noted.calls:
         # A routing's lists have room that nothing fills: two of them differ.
@@ -222,8 +210,8 @@ def test_pytorch_accepts_each_operator(name: str) -> None:
 @_that("compile")
 @pytest.mark.parametrize("dynamic", (False, True))
 def test_compiles_to_one_graph(name: str, dynamic: bool) -> None:
-    promise = PROMISES[name]
-    given = promise.given()
+    case = CASES[name]
+    given = case.given()
     names = [n for n, v in given.items() if isinstance(v, torch.Tensor)]
 
     def step(function: Callable[..., Any], *tensors: torch.Tensor) -> Any:
@@ -236,24 +224,24 @@ def test_compiles_to_one_graph(name: str, dynamic: bool) -> None:
 
     torch.compiler.reset()
     compiled = torch.compile(
-        lambda *t: step(promise.function, *t),
+        lambda *t: step(case.function, *t),
         fullgraph=True, dynamic=dynamic, backend="inductor" if DEVICE.type == "cuda" else "aot_eager",
     )  # fmt: skip
     ways = [
-        dataclasses.replace(promise, function=lambda call=call, **g: call(*(g[n] for n in names)))
-        for call in (compiled, lambda *t: step(promise.function, *t))
+        dataclasses.replace(case, function=lambda call=call, **g: call(*(g[n] for n in names)))
+        for call in (compiled, lambda *t: step(case.function, *t))
     ]
     shapes: list[Given] = [{}]  # for another one what is not dynamic is compiled anew, as for the first
-    if dynamic and promise.rows in given:
-        shapes.append({promise.rows: torch.cat((given[promise.rows],) * 2)})
+    if dynamic and len(case.rows) == 1 and case.rows[0] in names:
+        shapes.append({n: torch.cat((given[n],) * 2) for n in case.rows})
     for more in shapes:
         found, expected = (_with_gradients(way, _copied(given | more)) for way in ways)
         _equal(found, expected, 1e-5)
 
 
 def test_experts_are_not_counted_where_ids_cannot_be_read() -> None:
-    promise = CALLS["gated_experts, count"]
-    given = promise.given()
+    case = CALLS["gated_experts, count"]
+    given = case.given()
     x, expert_ids, others = given.pop("x"), given.pop("expert_ids"), given
 
     class Experts(torch.nn.Module):
@@ -275,31 +263,31 @@ def test_experts_are_not_counted_where_ids_cannot_be_read() -> None:
 
 @_that("meta")
 def test_meta_tensors_have_the_shapes_of_results(name: str) -> None:
-    promise = PROMISES[name]
-    given = promise.given()
+    case = CASES[name]
+    given = case.given()
 
     def without_data(value: Any) -> Any:
         if isinstance(value, kb.Routing):
             return value._replace(expert_ids=value.expert_ids.to("meta"), lists=value.lists.to("meta"))
         return value.to("meta") if isinstance(value, torch.Tensor | kb.NF4Tensor) else value
 
-    found = _with_gradients(promise, {n: without_data(v) for n, v in given.items()})
-    expected = _with_gradients(promise, given)
+    found = _with_gradients(case, {n: without_data(v) for n, v in given.items()})
+    expected = _with_gradients(case, given)
     for ours, real in zip(found, expected, strict=True):
         assert ours.is_meta and ours.shape == real.shape and ours.dtype == real.dtype
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_trace_of_fake_tensors_computes_the_same(name: str) -> None:
-    promise = CALLS[name]
-    given = promise.given()
+    case = CALLS[name]
+    given = case.given()
     names = [n for n, v in given.items() if isinstance(v, torch.Tensor)]
     fresh = _copied(given)
-    expected = _tensors(promise.call(fresh), fresh)
+    expected = case.results(fresh)
 
     def call(*tensors: torch.Tensor) -> list[torch.Tensor]:
         fresh = given | dict(zip(names, tensors, strict=True))
-        return _tensors(promise.call(fresh), fresh)
+        return case.results(fresh)
 
     trace = make_fx(call, tracing_mode="fake", _allow_non_fake_inputs=True)
     try:
@@ -313,10 +301,10 @@ def test_a_trace_of_fake_tensors_computes_the_same(name: str) -> None:
 
 @pytest.mark.parametrize("name", [n for n in CALLS if "forward mode" not in CALLS[n].but])
 def test_forward_mode_is_refused_not_left_out(name: str) -> None:
-    promise = CALLS[name]
-    given = promise.given()
-    first = _floats(given)[0]
-    call = lambda x: _tensors(promise.call(given | {first: x}), given)[0]  # noqa: E731
+    case = CALLS[name]
+    given = case.given()
+    first = floats(given)[0]
+    call = lambda x: case.results(given | {first: x})[0]  # noqa: E731
     x = given[first]
     with pytest.raises(NotImplementedError, match=r"must be differentiated by torch\.autograd"):
         torch.func.jvp(call, (x,), (torch.ones_like(x),))
@@ -330,12 +318,12 @@ def test_forward_mode_is_refused_not_left_out(name: str) -> None:
 
 @_that("autocast", gradients=True)
 def test_autocast_gives_gradients_in_the_dtype_of_their_tensors(name: str) -> None:
-    promise = PROMISES[name]
-    given = promise.given()
-    expected = _with_gradients(promise, given)
+    case = CASES[name]
+    given = case.given()
+    expected = _with_gradients(case, given)
     with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
-        found = _with_gradients(promise, given)
-    count = len(_leaves(promise, given))
+        found = _with_gradients(case, given)
+    count = len(case.leaves(given))
     for ours, real in zip(found[-count:], expected[-count:], strict=True):
         assert ours.dtype == real.dtype
         assert (ours - real).norm() <= 0.05 * real.norm() + 1e-3
@@ -347,13 +335,13 @@ def test_autocast_gives_gradients_in_the_dtype_of_their_tensors(name: str) -> No
 
 @_that("gradcheck", gradients=True)
 def test_gradients_are_those_of_differences(name: str) -> None:
-    promise = PROMISES[name]
-    given = promise.given()
-    names = _leaves(promise, given)
-    given |= {n: given[n].double() for n in _floats(given)}
+    case = CASES[name]
+    given = case.given()
+    names = case.leaves(given)
+    given |= {n: given[n].double() for n in floats(given)}
     leaves = [given[n].requires_grad_() for n in names]
     torch.autograd.gradcheck(
-        lambda *t: tuple(_tensors(promise.call(given | dict(zip(names, t, strict=True))), given)),
+        lambda *t: tuple(case.results(given | dict(zip(names, t, strict=True)))),
         leaves,
         fast_mode=True,
     )
@@ -361,12 +349,12 @@ def test_gradients_are_those_of_differences(name: str) -> None:
 
 @_that("gradcheck", gradients=True)
 def test_a_gradient_of_gradients_is_right_or_refused(name: str) -> None:
-    promise = PROMISES[name]
-    given = promise.given()
-    names = _leaves(promise, given)
-    given |= {n: given[n].double() for n in _floats(given)}
+    case = CASES[name]
+    given = case.given()
+    names = case.leaves(given)
+    given |= {n: given[n].double() for n in floats(given)}
     leaves = [given[n].requires_grad_() for n in names]
-    y = _tensors(promise.call(given), given)[0]
+    y = case.results(given)[0]
     first = torch.autograd.grad(y.square().sum(), leaves, create_graph=True)
     try:
         sum(g.square().sum() for g in first).backward()
@@ -374,7 +362,7 @@ def test_a_gradient_of_gradients_is_right_or_refused(name: str) -> None:
         assert "cannot be differentiated" in str(error)
     else:
         torch.autograd.gradgradcheck(
-            lambda *t: _tensors(promise.call(given | dict(zip(names, t, strict=True))), given)[0],
+            lambda *t: case.results(given | dict(zip(names, t, strict=True)))[0],
             leaves,
             fast_mode=True,
         )
@@ -382,11 +370,11 @@ def test_a_gradient_of_gradients_is_right_or_refused(name: str) -> None:
 
 @_that("in place", gradients=True)
 def test_a_result_can_be_changed_in_place(name: str) -> None:
-    promise = PROMISES[name]
-    given = promise.given()
-    names = _leaves(promise, given)
+    case = CASES[name]
+    given = case.given()
+    names = case.leaves(given)
     given |= {n: given[n].requires_grad_() for n in names}
-    y = _tensors(promise.call(given), given)[0]
+    y = case.results(given)[0]
     assert not y._is_view()
     y += 1.0  # as models add their residual
     y.sum().backward()
@@ -398,41 +386,41 @@ def test_a_result_can_be_changed_in_place(name: str) -> None:
 _differentiable = pytest.mark.parametrize("name", [n for n, p in CALLS.items() if p.grads != ()])
 
 
-def _checkpointed(promise: Promise, given: Given, reentrant: bool) -> list[torch.Tensor]:
-    def call(given: Given) -> Any:
+def _checkpointed(case: Case, given: Given, reentrant: bool) -> list[torch.Tensor]:
+    def call(**given: Any) -> Any:
         names = [n for n, v in given.items() if isinstance(v, torch.Tensor)]
         return checkpoint(
-            lambda *t: promise.call(given | dict(zip(names, t, strict=True))),
+            lambda *t: case.function(**given | dict(zip(names, t, strict=True))),
             *(given[n] for n in names),
             use_reentrant=reentrant,
         )
 
-    return _with_gradients(promise, given, call=call)
+    return _with_gradients(case, given, call=call)
 
 
-def _saved(promise: Promise, given: Given, context: contextlib.AbstractContextManager[Any]) -> list[torch.Tensor]:
-    def call(given: Given) -> Any:
+def _saved(case: Case, given: Given, context: contextlib.AbstractContextManager[Any]) -> list[torch.Tensor]:
+    def call(**given: Any) -> Any:
         with context:
-            return promise.call(given)
+            return case.function(**given)
 
-    return _with_gradients(promise, given, call=call)
+    return _with_gradients(case, given, call=call)
 
 
-def _spread(promise: Promise, given: Given) -> list[torch.Tensor]:
+def _spread(case: Case, given: Given) -> list[torch.Tensor]:
     """Checks gradients of a sum, of which each element is the same one in memory."""
-    ones = _with_gradients(promise, _copied(given), weigh=torch.ones_like)
-    _equal(_with_gradients(promise, _copied(given), weigh=lambda r: r.new_ones(()).expand(r.shape)), ones)
-    return _with_gradients(promise, given)
+    ones = _with_gradients(case, _copied(given), weigh=torch.ones_like)
+    _equal(_with_gradients(case, _copied(given), weigh=lambda r: r.new_ones(()).expand(r.shape)), ones)
+    return _with_gradients(case, given)
 
 
-WAYS: dict[str, Callable[[Promise, Given], list[torch.Tensor]]] = {
-    "checkpoint": lambda promise, given: _checkpointed(promise, given, False),
-    "reentrant checkpoint": lambda promise, given: _checkpointed(promise, given, True),
-    "save_on_cpu": lambda promise, given: _saved(promise, given, torch.autograd.graph.save_on_cpu()),
-    "hooks": lambda promise, given: _saved(
-        promise, given, torch.autograd.graph.saved_tensors_hooks(lambda t: [t.clone()], lambda kept: kept.pop())
+WAYS: dict[str, Callable[[Case, Given], list[torch.Tensor]]] = {
+    "checkpoint": lambda case, given: _checkpointed(case, given, False),
+    "reentrant checkpoint": lambda case, given: _checkpointed(case, given, True),
+    "save_on_cpu": lambda case, given: _saved(case, given, torch.autograd.graph.save_on_cpu()),
+    "hooks": lambda case, given: _saved(
+        case, given, torch.autograd.graph.saved_tensors_hooks(lambda t: [t.clone()], lambda kept: kept.pop())
     ),
-    "twice": lambda promise, given: _with_gradients(promise, given, times=2),
+    "twice": lambda case, given: _with_gradients(case, given, times=2),
     "a gradient of no memory": _spread,
 }
 
@@ -440,23 +428,23 @@ WAYS: dict[str, Callable[[Promise, Given], list[torch.Tensor]]] = {
 @_differentiable
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_are_the_same_in_any_way(name: str, way: str) -> None:
-    promise = CALLS[name]
-    given = promise.given()
-    _equal(WAYS[way](promise, _copied(given)), _with_gradients(promise, _copied(given)), 1e-6)
+    case = CALLS[name]
+    given = case.given()
+    _equal(WAYS[way](case, _copied(given)), _with_gradients(case, _copied(given)), 1e-6)
 
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("dtype", (torch.float64, torch.bfloat16))
 def test_a_default_dtype_changes_nothing(name: str, dtype: torch.dtype) -> None:
-    promise = CALLS[name]
+    case = CALLS[name]
     torch.manual_seed(0)
-    given = promise.given()
-    expected = _with_gradients(promise, _copied(given))
+    given = case.given()
+    expected = _with_gradients(case, _copied(given))
     with default_dtype(dtype):
-        if name in PROMISES:  # a module's parameters would be of that dtype
+        if name in CASES:  # a module's parameters would be of that dtype
             torch.manual_seed(0)
-            given = promise.given()
-        found = _with_gradients(promise, given)
+            given = case.given()
+        found = _with_gradients(case, given)
     _equal(found, expected, 1e-6)
 
 
@@ -472,15 +460,15 @@ def _memory(value: Any) -> list[torch.Tensor]:
 @_differentiable
 def test_what_is_changed_before_the_backward_pass_is_an_error(name: str) -> None:
     """Or makes no difference to it."""
-    promise = CALLS[name]
-    given = promise.given()
-    names = _leaves(promise, given)
-    expected = _with_gradients(promise, _copied(given))[-len(names) :]
+    case = CALLS[name]
+    given = case.given()
+    names = case.leaves(given)
+    expected = _with_gradients(case, _copied(given))[-len(names) :]
     for changed in given:
         fresh = copy.deepcopy(given)
         leaves = {n: fresh[n].requires_grad_() for n in names}
         fresh |= {n: leaf.clone() for n, leaf in leaves.items()}
-        wanted = [r for r in _tensors(promise.call(fresh), fresh) if r.requires_grad]
+        wanted = [r for r in case.results(fresh) if r.requires_grad]
         for tensor in _memory(fresh[changed]):
             tensor.detach().zero_()
         try:
@@ -514,11 +502,11 @@ def test_ids_that_an_exchange_keeps_are_among_them(tmp_path: Path) -> None:
 
 @_differentiable
 def test_gradients_of_many_vectors_are_right_or_refused(name: str) -> None:
-    promise = CALLS[name]
-    given = promise.given()
-    names = _leaves(promise, given)
+    case = CALLS[name]
+    given = case.given()
+    names = case.leaves(given)
     leaves = [given[n].requires_grad_() for n in names]
-    y = next(r for r in _tensors(promise.call(given), given) if r.requires_grad)
+    y = next(r for r in case.results(given) if r.requires_grad)
     vectors = torch.stack([_weights(y), torch.ones_like(y)])
 
     def gradients(vectors: torch.Tensor, batched: bool) -> list[torch.Tensor]:
@@ -734,7 +722,7 @@ def test_a_compiler_takes_no_other_numbers(name: str) -> None:
 # PyTorch's own arguments of modules that stand in for its own.
 def test_every_public_function_has_an_entry() -> None:
     functions = {name for name in kb.__all__ if inspect.isfunction(getattr(kb, name))}
-    assert functions - {*PROMISES} == {"same_bits"}  # which is a context
+    assert functions - {*CASES} == {"same_bits"}  # which is a context
 
 
 PYTORCHS = {
