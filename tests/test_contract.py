@@ -94,21 +94,18 @@ _dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=label)
 _with_reference = pytest.mark.parametrize("name", [n for n, c in COMPARED.items() if c.reference])
 
 
-def _check(case: Case, given: Given) -> None:
-    case.check(given, grads=None if case.factor == check.FORWARD_FACTOR else ())  # or results are gradients themselves
-
-
 @_dtypes
 @_with_reference
 def test_results_and_gradients_are_right(name: str, dtype: torch.dtype) -> None:
-    _check(COMPARED[name], COMPARED[name].of(dtype))
+    COMPARED[name].check(COMPARED[name].of(dtype))
 
 
 @pytest.mark.gpu
 @_dtypes
 @pytest.mark.parametrize(("name", "i"), [(n, i) for n, c in COMPARED.items() for i in range(len(c.real))])
 def test_real_sizes(name: str, i: int, dtype: torch.dtype) -> None:
-    _check(COMPARED[name], COMPARED[name].of(dtype, **COMPARED[name].real[i]))
+    case = COMPARED[name]
+    case.check(case.of(dtype, **case.real[i]))
 
 
 @pytest.mark.gpu

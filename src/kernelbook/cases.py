@@ -100,7 +100,7 @@ class Case:
         return [name for name in floats(given) if self.grads is None or name in self.grads]
 
     def check(self, given: Given, *, grads: Sequence[str] | None = None, require: bool = True) -> list[check.Verdict]:
-        """Results, and gradients of these arguments or of all, by the error rule against the reference."""
+        """Results by the error rule, and gradients of these arguments or of all; of results that are gradients there are none."""
         assert self.reference is not None
 
         def called(function: Callable[..., Any] | None) -> Callable[..., Any]:
@@ -111,7 +111,8 @@ class Case:
             return call
 
         baseline = called(self.baseline) if self.baseline else None
-        names = self.leaves(given) if grads is None else grads
+        every = self.leaves(given) if self.factor == check.FORWARD_FACTOR else ()
+        names = every if grads is None else grads
         how: dict[str, Any] = {"forward_factor": self.factor, "require": require}
         return check.check_op(called(None), called(self.reference), given, grads=names, baseline=baseline, **how)
 

@@ -46,13 +46,13 @@ CASES = {
     "nf4_dequantize": Case(
         function=nf4_dequantize, given=_given_dequantize, reference=_dequantized, rows=("experts",), grads=(),
         but=("strides", "forward mode"), what="unpack the experts that you name",
-        sizes={"e": (1, 4), "n": (1, 257), "k": (1, 8, 64), "kind": KINDS[:3], "every": [False, True]},
+        sizes={"e": (1, 4), "n": (1, 257), "k": (1, 257), "kind": KINDS[:3], "every": [False, True]},
         real=tuple({"e": 5, "n": 1000, "k": 2112, "kind": kind} for kind in KINDS),
     ),
     "nf4_matmul": Case(
         function=nf4_matmul, given=_given_matmul, reference=_product, but=("gradcheck",),  # no float64
         what="a product with a packed matrix, few tokens",
-        sizes={"m": (1, 33), "n": (1, 257), "k": (32, 64, 128, 160), "experts": (1, 4), "kind": KINDS, "expert": (0,)},
+        sizes={"m": (1, 33), "n": (1, 257), "k": [32, 64, 128, 160], "experts": (1, 4), "kind": KINDS, "expert": [0]},
         real=tuple(
             {"m": m, "n": 4096, "k": 2112, "kind": kind} for m in (1, 3, 8, 16, 64, 700) for kind in ("64", "64 double", "mxfp4", "nvfp4")
         ),
@@ -60,5 +60,6 @@ CASES = {
     "nf4_matmul, scales in 8 bits": Case(
         function=nf4_matmul, reference=_product, but=("gradcheck", "bad input"),
         given=lambda **sizes: _given_matmul(**{"m": 2, "kind": "64 double", "expert": ids(2)} | sizes),
+        sizes={"m": (1, 33), "n": (1, 257), "k": (1, 257), "kind": KINDS[:3]},
     ),
 }  # fmt: skip
