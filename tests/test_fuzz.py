@@ -73,7 +73,7 @@ def _module(
     name: str,
     dtype: torch.dtype,
     layout: str,
-    scale: float,
+    factor: float,
     wants: int,
     m: int,
     n: int,

@@ -15,18 +15,8 @@ from torch.utils._pytree import tree_leaves
 from kernelbook import check, runtime
 
 Given = dict[str, Any]
-ROOMS = (
-    "layer_norm",
-    "attention",
-    "sparse_linear",
-    "scatter_ffn",
-    "nf4",
-    "packed",
-    "moe_lora",
-    "study",
-    "nn",
-    "interop",
-)
+FUNCTIONS = ("layer_norm", "attention", "sparse_linear", "scatter_ffn", "nf4", "packed", "moe_lora")
+ROOMS = (*FUNCTIONS, "study", "nn", "interop")  # the last for what is installed with the extra of that name
 
 
 def draw(*shape: int) -> torch.Tensor:

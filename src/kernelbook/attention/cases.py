@@ -16,8 +16,6 @@ from kernelbook.attention.reference import (
 )
 from kernelbook.cases import Case, Given, draw, ids
 
-PAGE = "attention"
-
 
 def given_attention(
     b: int = 2, h: int = 2, group: int = 2, n: int = 20, s: int = 20, d: int = 16, causal: bool = True,

@@ -7,7 +7,6 @@ from kernelbook.cases import Case, Given, draw
 from kernelbook.layer_norm.op import layer_norm, rms_norm
 from kernelbook.layer_norm.reference import layer_norm_reference, rms_norm_reference
 
-PAGE = "norms"
 WIDTHS = (512, 1001, 1536, 2001, 3001, 4096, 5003, 5632, 8192, 12288, 13824, 15001, 15872, 20480, 33000)
 # Within 4 GiB, beside others on a GPU.
 REAL = tuple({"m": 3001 if n < 5000 else 401, "n": n} for n in WIDTHS)

@@ -10,8 +10,6 @@ from kernelbook.moe_lora.reference import moe_lora_reference, route_reference, s
 from kernelbook.moe_lora.routing import Routing, route
 from kernelbook.packed.cases import weights
 
-PAGE = "experts"
-
 
 def choose(tokens: int = 4, experts: int = 3, slots: int = 2, skipped: float = 0.0) -> torch.Tensor:
     """The experts of each token; a share of the slots has none."""

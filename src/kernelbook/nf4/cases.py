@@ -10,7 +10,6 @@ from kernelbook.nf4.reference import nf4_quantize_reference
 from kernelbook.packed import NF4Tensor
 from kernelbook.packed.cases import parts, weights
 
-PAGE = "four_bits"
 KINDS = ("32", "64", "128 double", "mxfp4", "nvfp4")
 
 

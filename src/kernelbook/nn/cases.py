@@ -11,8 +11,6 @@ from kernelbook.moe_lora.cases import choose
 from kernelbook.packed.cases import weights
 from kernelbook.sparse_linear.cases import given_linear
 
-PAGE = "models"
-
 
 def _call(module: torch.nn.Module, **given: Any) -> Any:
     """The module with what is given by its parameters' names in their place, and all else as its inputs."""

@@ -7,8 +7,6 @@ from kernelbook.cases import Case, Given, draw, draw_shares, ids
 from kernelbook.packed import NF4, NF4Tensor
 from kernelbook.packed.fp4 import fp4_quantize, fp4_tensor
 
-PAGE = "four_bits"
-
 
 def weights(*shape: int, kind: str = "64") -> NF4Tensor:
     """Weights (E, N, K) in 4 bits: NF4 in blocks of ``kind``, with its scales in 8 bits if that ends in "double"; or FP4's."""

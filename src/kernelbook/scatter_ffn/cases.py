@@ -7,7 +7,6 @@ from kernelbook.cases import Case, Given, draw
 from kernelbook.scatter_ffn.op import gather_matmul, scatter_ffn
 from kernelbook.scatter_ffn.reference import gather_matmul_reference, scatter_ffn_reference
 
-PAGE = "sparse"
 ACTIVATIONS = ("relu", "leaky_relu", "gelu", "gelu_tanh", "silu")
 
 

@@ -15,8 +15,6 @@ from kernelbook.sparse_linear.reference import (
     sparse_linear_reference,
 )
 
-PAGE = "sparse"
-
 
 def active_chunks(d_out: int, chunk: int, share: float) -> Given:
     """A share of the chunks, in any order."""

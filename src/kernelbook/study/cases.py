@@ -7,7 +7,6 @@ from kernelbook.moe_lora import cases as moe_lora
 from kernelbook.scatter_ffn import cases as scatter_ffn
 from kernelbook.study import layer_norm_with_locks, moe_lora_recomputed, scatter_ffn_with_atomics
 
-PAGE = "tools"
 # Beside the room's own tests: the same answer. What they owe callers is the room's.
 STUDIES = {
     "layer_norm_with_locks": dataclasses.replace(
