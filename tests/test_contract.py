@@ -8,6 +8,7 @@ import dataclasses
 import enum
 import functools
 import inspect
+import itertools
 import math
 import re
 import types
@@ -218,7 +219,7 @@ _two_dtypes = pytest.mark.parametrize("dtype", (torch.float32, torch.float16), i
 @_that("strides")
 @pytest.mark.parametrize(
     ("lie", "dtype"),
-    zip((_every_second, _transposed, _not_on_16_bytes), (torch.float32, *2 * (torch.float16,)), strict=True),
+    ((_every_second, torch.float32), (_transposed, torch.float16), (_not_on_16_bytes, torch.float16)),
 )
 def test_strides_change_nothing(name: str, lie: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> None:
     """Of arguments, and of the gradient that comes."""
@@ -251,6 +252,9 @@ def test_any_leading_dimensions(name: str, leading: tuple[int, ...]) -> None:
     given |= {n: given[n][: math.prod(leading)] for n in case.rows}
     shaped = {n: given[n].reshape(*leading, given[n].shape[-1]) for n in case.rows}
     expected, found = _with_gradients(case, given), _with_gradients(case, given | shaped)
+    rows = math.prod(leading)
+    for a, b in zip(found, expected, strict=True):
+        assert a.shape == (b.shape if len(b) != rows or b.ndim < 2 else (*leading, *b.shape[1:]))
     _equal([a.reshape(b.shape) for a, b in zip(found, expected, strict=True)], expected)
 
 
@@ -666,6 +670,129 @@ def test_gradients_of_many_vectors_are_right_or_refused(name: str) -> None:
         assert "must be" in str(error)
     else:
         _equal(found, [torch.stack(pair) for pair in zip(*(gradients(v, False) for v in vectors), strict=True)])
+
+
+# --- the properties notice a fault ------------------------------------------------------------------------------------
+
+
+def _with_backward(backward: Callable[[Any, torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The square of x, with this gradient."""
+
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x)
+            ctx.unversioned = x.data
+            return x * x
+
+        @staticmethod
+        def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+            return backward(ctx, dy)
+
+    return lambda x, weight: Square.apply(x) + weight
+
+
+def _once(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+    ctx.times = getattr(ctx, "times", 0) + 1
+    return 2 * dy * (ctx.times == 1)
+
+
+COUNT = itertools.count(1)
+# A property with what else it is given, and what breaks it: in place of a call of x (4, 32) and weight (32,).
+FAULTS: dict[str, tuple[Callable[..., None], tuple[Any, ...], Callable[..., Any]]] = {
+    "results": (test_results_and_gradients_are_right, (torch.float16,), lambda x, weight: 1.01 * x * weight),
+    "results, a gradient": (test_results_and_gradients_are_right, (torch.float32,), lambda x, weight: x * weight.detach()),
+    "bits": (test_the_same_bits_in_every_run, (), lambda x, weight: x * weight + 1e-6 * torch.rand(())),
+    "strides": (
+        test_strides_change_nothing, (_every_second, torch.float32), lambda x, weight: x.as_strided(x.shape, (32, 1)) * weight,
+    ),
+    "no rows": (test_no_rows_give_nothing_and_zeros, (), lambda x, weight: x.sum(0) * weight + (len(x) == 0)),
+    "leading dimensions": (test_any_leading_dimensions, ((2, 2),), lambda x, weight: x.mT.reshape(x.shape) * weight),
+    "leading dimensions, lost": (test_any_leading_dimensions, ((2, 2),), lambda x, weight: x.flatten(0, -2) * weight),
+    "offsets": (
+        test_offsets_are_64_bit, (torch.float16, lambda: None), lambda x, weight: x * weight * (x.stride(0) < 2**29),
+    ),
+    "bad input": (test_what_is_no_such_tensor_is_named, (), lambda x, weight: x * weight),
+    "integers": (test_integers_are_refused, (), lambda x, weight: x * weight),
+    "operators": (test_pytorch_accepts_each_operator, (), lambda x, weight: x * weight),
+    "compile": (
+        test_compiles_to_one_graph, (False,), lambda x, weight: x * weight * (2 - torch.compiler.is_compiling()),
+    ),
+    "meta": (test_meta_tensors_have_the_shapes_of_results, (), lambda x, weight: (x * weight)[: 3 if x.is_meta else 4]),
+    "a trace": (
+        test_a_trace_of_fake_tensors_computes_the_same, (), lambda x, weight: x * weight * (2 - (type(x) is torch.Tensor)),
+    ),
+    "forward mode": (test_forward_mode_is_refused_not_left_out, (), lambda x, weight: x * weight),
+    "autocast": (
+        test_autocast_gives_gradients_in_the_dtype_of_their_tensors, (), lambda x, weight: x.double() * weight,
+    ),
+    "a gradient": (test_gradients_are_those_of_differences, (), _with_backward(lambda ctx, dy: 3 * ctx.saved_tensors[0] * dy)),
+    "of gradients": (
+        test_a_gradient_of_gradients_is_right_or_refused, (), _with_backward(lambda ctx, dy: 2 * ctx.unversioned * dy),
+    ),
+    "in place": (test_a_result_can_be_changed_in_place, (), lambda x, weight: x.view_as(x)),
+    "a gradient alone": (
+        test_each_gradient_alone_is_that_of_all, (torch.float32,), lambda x, weight: x * weight * (1 + weight.requires_grad),
+    ),
+    "checkpoint": (test_gradients_are_the_same_in_any_way, ("checkpoint",), lambda x, weight: x * weight * next(COUNT)),
+    "hooks": (
+        test_gradients_are_the_same_in_any_way, ("hooks",),
+        _with_backward(lambda ctx, dy: 2 * ctx.saved_tensors[0] * dy + 0 * ctx.saved_tensors[0]),
+    ),
+    "twice": (test_gradients_are_the_same_in_any_way, ("twice",), _with_backward(_once)),
+    "a gradient of no memory": (
+        test_gradients_are_the_same_in_any_way, ("a gradient of no memory",), _with_backward(lambda ctx, dy: dy * dy.stride(-1)),
+    ),
+    "default dtype": (
+        test_a_default_dtype_changes_nothing, (torch.bfloat16,), lambda x, weight: x * weight * torch.tensor(1 / 3),
+    ),
+    "changed": (
+        test_what_is_changed_before_the_backward_pass_is_an_error, (), _with_backward(lambda ctx, dy: 2 * ctx.unversioned * dy),
+    ),
+    "many vectors": (
+        test_gradients_of_many_vectors_are_right_or_refused, (),
+        _with_backward(lambda ctx, dy: 2 * ctx.saved_tensors[0] * dy * float(dy.sum() > -1e9)),
+    ),
+}  # fmt: skip
+FAULTS_ON_A_GPU: dict[str, tuple[Callable[..., None], tuple[Any, ...], Callable[..., Any]]] = {
+    "real sizes": (test_real_sizes, (0, torch.bfloat16), lambda x, weight: x * weight + (x.numel() > 1000)),
+    "large": (test_more_than_2_31_elements, (), lambda x, weight: x * weight + (x.numel() > 2**31)),
+    "a graph": (
+        test_a_graph_of_a_gpu_replays_with_other_tensors, (), lambda x, weight: x * weight * next(COUNT),
+    ),
+    "waiting": (test_the_host_does_not_wait, (), lambda x, weight: x * weight * float(x[0, 0] < 1e9)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "fault", [*FAULTS, *(pytest.param(name, marks=(pytest.mark.gpu, pytest.mark.memory)) for name in FAULTS_ON_A_GPU)]
+)
+def test_each_property_notices_a_fault(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    property_of, more, function = (FAULTS | FAULTS_ON_A_GPU)[fault]
+    broken = Case(
+        function=function,
+        given=lambda m=4, n=32: {"x": draw(m, n), "weight": draw(n)},
+        reference=lambda x, weight: x * weight,
+        real=({"m": 100, "n": 64},),
+        large={"m": 2**19 + 5, "n": 4096},
+    )
+    for cases in (CASES, CALLS, COMPARED):
+        monkeypatch.setitem(cases, "planted", broken)
+    with pytest.raises((AssertionError, RuntimeError, IndexError, pytest.fail.Exception)):
+        property_of("planted", *more)
+
+
+def test_each_property_has_a_planted_fault() -> None:
+    planted = {property_of for property_of, *_ in (FAULTS | FAULTS_ON_A_GPU).values()}
+    properties = {
+        value for key, value in globals().items()
+        if key.startswith("test_") and [*inspect.signature(value).parameters][:1] == ["name"]
+    }  # fmt: skip
+    assert properties - planted == {
+        test_what_is_left_out,
+        test_what_a_number_is,
+        test_a_compiler_takes_no_other_numbers,
+    }
 
 
 # --- numbers --------------------------------------------------------------------------------------------------------
