@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 import kernelbook as kb
-from kernelbook import check, nn, runtime
+from kernelbook import check, launch, nn, operators, runtime
 from kernelbook.cases import Case, Given, collect, draw, floats, ids
 from kernelbook.distributed.exchange import exchange
 from kernelbook.interop import transformers as interop
@@ -150,6 +150,20 @@ def test_the_same_bits_in_every_run(name: str) -> None:
         first = _with_gradients(case, _copied(given))
         for _ in range(50 if gpu else 1):
             assert all(torch.equal(a, b) for a, b in zip(first, _with_gradients(case, _copied(given)), strict=True))
+
+
+@_that("plans")
+def test_calls_that_share_a_plan_compute_of_their_own_tensors(name: str) -> None:
+    """Bit for bit, by a plan that other tensors of the same sizes had made, and by one that is made anew."""
+    case = CASES[name]
+    gpu = DEVICE.type == "cuda"
+    for sizes in case.real[:4] if gpu else ({},):
+        for _ in range(2):
+            given = case.of(torch.bfloat16 if gpu else torch.float32, **sizes)
+            kept = _with_gradients(case, _copied(given))
+            operators.forget_plans()
+            launch._launcher.cache_clear()
+            assert all(torch.equal(a, b) for a, b in zip(kept, _with_gradients(case, given), strict=True))
 
 
 @_that("graph")
@@ -703,6 +717,10 @@ FAULTS: dict[str, tuple[Callable[..., None], tuple[Any, ...], Callable[..., Any]
     "results": (test_results_and_gradients_are_right, (torch.float16,), lambda x, weight: 1.01 * x * weight),
     "results, a gradient": (test_results_and_gradients_are_right, (torch.float32,), lambda x, weight: x * weight.detach()),
     "bits": (test_the_same_bits_in_every_run, (), lambda x, weight: x * weight + 1e-6 * torch.rand(())),
+    "plans": (
+        test_calls_that_share_a_plan_compute_of_their_own_tensors, (),
+        lambda x, weight: operators._plans.setdefault(("planted",), x.detach().clone()) * weight + x,
+    ),
     "strides": (
         test_strides_change_nothing, (_every_second, torch.float32), lambda x, weight: x.as_strided(x.shape, (32, 1)) * weight,
     ),
