@@ -251,7 +251,7 @@ def _rows_of(value: Any, rows: slice) -> Any:
 @_that("empty")
 def test_no_rows_give_nothing_and_zeros(name: str) -> None:
     case = CASES[name]
-    given = case.given()
+    given = case.of()
     assert case.rows
     found = _with_gradients(case, given | {n: _rows_of(given[n], slice(0)) for n in case.rows})
     assert all(torch.equal(t, torch.zeros_like(t)) for t in found)
@@ -262,7 +262,7 @@ def test_no_rows_give_nothing_and_zeros(name: str) -> None:
 @pytest.mark.parametrize("leading", ((4,), (2, 2), (1, 4, 1), (4, 0, 2)), ids=label)
 def test_any_leading_dimensions(name: str, leading: tuple[int, ...]) -> None:
     case = CASES[name]
-    given = case.given(m=4)
+    given = case.of(m=4)
     given |= {n: given[n][: math.prod(leading)] for n in case.rows}
     shaped = {n: given[n].reshape(*leading, given[n].shape[-1]) for n in case.rows}
     expected, found = _with_gradients(case, given), _with_gradients(case, given | shaped)
@@ -297,7 +297,7 @@ def test_offsets_are_64_bit(name: str, dtype: torch.dtype, overflow_raises: Call
 def test_what_is_no_such_tensor_is_named(name: str) -> None:
     case = CASES[name]
     op = case.op or name.split()[0].strip(",")
-    given = case.given()
+    given = case.of()
     tensors = [n for n, v in given.items() if isinstance(v, torch.Tensor)]
     for n in tensors:
         bad: list[Any] = ["a", 3.0, given[n].to(torch.complex64), given[n].to_sparse()]
@@ -309,13 +309,13 @@ def test_what_is_no_such_tensor_is_named(name: str) -> None:
             bad.append(given[n].to("meta"))
         for other in bad:
             with pytest.raises((TypeError, ValueError), match=rf"{op}: .*\b{n}\b.*(got|must)"):
-                case.function(**case.given() | {n: other})
+                case.function(**case.of() | {n: other})
 
 
 @pytest.mark.parametrize("name", [n for n in CALLS if "forward mode" not in CALLS[n].but and n != "GPT"])
 def test_integers_are_refused(name: str) -> None:
     case = CALLS[name]
-    given = case.given()
+    given = case.of()
     first = floats(given)[0]
     with pytest.raises((TypeError, RuntimeError)):
         case.function(**given | {first: given[first].int()})
@@ -351,7 +351,7 @@ class _Noted(TorchDispatchMode):
 def test_pytorch_accepts_each_operator(name: str) -> None:
     case = CASES[name]
     with _Noted() as noted:
-        _with_gradients(case, case.given())
+        _with_gradients(case, case.of())
     assert noted.calls
     for operator, args in noted.calls:
         # A routing's lists have room that nothing fills: two of them differ.
@@ -364,7 +364,7 @@ def test_pytorch_accepts_each_operator(name: str) -> None:
 @pytest.mark.parametrize("dynamic", (False, True))
 def test_compiles_to_one_graph(name: str, dynamic: bool) -> None:
     case = CASES[name]
-    given = case.given()
+    given = case.of()
     names = [n for n, v in given.items() if isinstance(v, torch.Tensor)]
 
     def step(function: Callable[..., Any], *tensors: torch.Tensor) -> Any:
@@ -394,7 +394,7 @@ def test_compiles_to_one_graph(name: str, dynamic: bool) -> None:
 
 def test_experts_are_not_counted_where_ids_cannot_be_read() -> None:
     case = CALLS["gated_experts, count"]
-    given = case.given()
+    given = case.of()
     x, expert_ids, others = given.pop("x"), given.pop("expert_ids"), given
 
     class Experts(torch.nn.Module):
@@ -417,7 +417,7 @@ def test_experts_are_not_counted_where_ids_cannot_be_read() -> None:
 @_that("meta")
 def test_meta_tensors_have_the_shapes_of_results(name: str) -> None:
     case = CASES[name]
-    given = case.given()
+    given = case.of()
 
     def without_data(value: Any) -> Any:
         if isinstance(value, kb.Routing):
@@ -433,7 +433,7 @@ def test_meta_tensors_have_the_shapes_of_results(name: str) -> None:
 @pytest.mark.parametrize("name", CALLS)
 def test_a_trace_of_fake_tensors_computes_the_same(name: str) -> None:
     case = CALLS[name]
-    given = case.given()
+    given = case.of()
     names = [n for n, v in given.items() if isinstance(v, torch.Tensor)]
     fresh = _copied(given)
     expected = case.results(fresh)
@@ -455,7 +455,7 @@ def test_a_trace_of_fake_tensors_computes_the_same(name: str) -> None:
 @pytest.mark.parametrize("name", [n for n in CALLS if "forward mode" not in CALLS[n].but])
 def test_forward_mode_is_refused_not_left_out(name: str) -> None:
     case = CALLS[name]
-    given = case.given()
+    given = case.of()
     first = floats(given)[0]
     call = lambda x: case.results(given | {first: x})[0]  # noqa: E731
     x = given[first]
@@ -472,7 +472,7 @@ def test_forward_mode_is_refused_not_left_out(name: str) -> None:
 @_that("autocast", gradients=True)
 def test_autocast_gives_gradients_in_the_dtype_of_their_tensors(name: str) -> None:
     case = CASES[name]
-    given = case.given()
+    given = case.of()
     expected = _with_gradients(case, given)
     with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
         found = _with_gradients(case, given)
@@ -489,7 +489,7 @@ def test_autocast_gives_gradients_in_the_dtype_of_their_tensors(name: str) -> No
 @_that("gradcheck", gradients=True)
 def test_gradients_are_those_of_differences(name: str) -> None:
     case = CASES[name]
-    given = case.given()
+    given = case.of()
     names = case.leaves(given)
     given |= {n: given[n].double() for n in floats(given)}
     leaves = [given[n].requires_grad_() for n in names]
@@ -503,7 +503,7 @@ def test_gradients_are_those_of_differences(name: str) -> None:
 @_that("gradcheck", gradients=True)
 def test_a_gradient_of_gradients_is_right_or_refused(name: str) -> None:
     case = CASES[name]
-    given = case.given()
+    given = case.of()
     names = case.leaves(given)
     given |= {n: given[n].double() for n in floats(given)}
     leaves = [given[n].requires_grad_() for n in names]
@@ -524,7 +524,7 @@ def test_a_gradient_of_gradients_is_right_or_refused(name: str) -> None:
 @_that("in place", gradients=True)
 def test_a_result_can_be_changed_in_place(name: str) -> None:
     case = CASES[name]
-    given = case.given()
+    given = case.of()
     names = case.leaves(given)
     given |= {n: given[n].requires_grad_() for n in names}
     y = case.results(given)[0]
@@ -593,7 +593,7 @@ WAYS: dict[str, Callable[[Case, Given], list[torch.Tensor]]] = {
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_are_the_same_in_any_way(name: str, way: str) -> None:
     case = CALLS[name]
-    given = case.given()
+    given = case.of()
     _equal(WAYS[way](case, _copied(given)), _with_gradients(case, _copied(given)))
 
 
@@ -602,12 +602,12 @@ def test_gradients_are_the_same_in_any_way(name: str, way: str) -> None:
 def test_a_default_dtype_changes_nothing(name: str, dtype: torch.dtype) -> None:
     case = CALLS[name]
     torch.manual_seed(0)
-    given = case.given()
+    given = case.of()
     expected = _with_gradients(case, _copied(given))
     with default_dtype(dtype):
         if name in CASES:  # a module's parameters would be of that dtype
             torch.manual_seed(0)
-            given = case.given()
+            given = case.of()
         found = _with_gradients(case, given)
     _equal(found, expected)
 
@@ -625,7 +625,7 @@ def _memory(value: Any) -> list[torch.Tensor]:
 def test_what_is_changed_before_the_backward_pass_is_an_error(name: str) -> None:
     """Or makes no difference to it."""
     case = CALLS[name]
-    given = case.given()
+    given = case.of()
     names = case.leaves(given)
     expected = _with_gradients(case, _copied(given))[-len(names) :]
     for changed in given:
@@ -667,7 +667,7 @@ def test_ids_that_an_exchange_keeps_are_among_them(tmp_path: Path) -> None:
 @_differentiable
 def test_gradients_of_many_vectors_are_right_or_refused(name: str) -> None:
     case = CALLS[name]
-    given = case.given()
+    given = case.of()
     names = case.leaves(given)
     leaves = [given[n].requires_grad_() for n in names]
     y = next(r for r in case.results(given) if r.requires_grad)

@@ -41,6 +41,7 @@ class Case:
     Attributes:
         function: what is called, with names for all arguments.
         given: makes the arguments from sizes and options, which are small where nothing is said. Numbers are float32.
+        options: those that this case has where nothing else is said.
         reference: the same in plain PyTorch, of the same arguments; ``baseline``: what users would run, if that is another.
         rows: the arguments whose first dimension counts rows that do not know each other, and may be empty, all at once.
         but: properties that the function has not, or that have a test of their own.
@@ -58,6 +59,7 @@ class Case:
 
     function: Callable[..., Any]
     given: Callable[..., Given]
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     reference: Callable[..., Any] | None = None
     baseline: Callable[..., Any] | None = None
     rows: tuple[str, ...] = ("x",)
@@ -76,7 +78,7 @@ class Case:
 
     def of(self, dtype: torch.dtype = torch.float32, **sizes: Any) -> Given:
         """Arguments of these sizes in a dtype."""
-        given = self.given(**sizes)
+        given = self.given(**{**self.options, **sizes})
         given |= {name: given[name].to(dtype) for name in floats(given)}
         return given | ({"dtype": dtype} if "dtype" in given else {})
 

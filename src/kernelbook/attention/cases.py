@@ -19,12 +19,13 @@ from kernelbook.cases import Case, Given, draw, ids
 
 def given_attention(
     b: int = 2, h: int = 2, group: int = 2, n: int = 20, s: int = 20, d: int = 16, causal: bool = True,
-    lengths: bool = False, sinks: bool = False, **options: Any,
+    lengths: bool = False, sinks: bool = False, sequences: bool = False, **options: Any,
 ) -> Given:  # fmt: skip
     """``group`` heads of queries to each of ``h`` heads of keys."""
     given: Given = {"q": draw(b, h * group, n, d), "k": draw(b, h, s, d), "v": draw(b, h, s, d), "causal": causal}
     given |= {"lengths": torch.randint(0, s + 1, (b,), device=runtime.DEVICE)} if lengths else {}
     given |= {"sinks": draw(h * group)} if sinks else {}
+    given |= {"cu_seqlens": ids(0, n // 3, n // 3 + 1, n // 3 + 1, n - 1)} if sequences else {}
     return given | {name: option for name, option in options.items() if option is not None}
 
 
@@ -56,6 +57,7 @@ def _attention(**more: Any) -> Any:
     """What all cases of attention share."""
     shared = {
         "function": flash_attention,
+        "given": given_attention,
         "reference": flash_attention_reference,
         "baseline": _fused,
         "op": "flash_attention",
@@ -80,20 +82,18 @@ REAL = tuple(
 
 CASES = {
     "flash_attention": Case(
-        given=given_attention, what="attention of any length; also one token against a cache",
+        what="attention of any length; also one token against a cache",
         sizes=SIZES | {"scale": [None, 0.3, -0.2]}, real=REAL, **_attention(),
     ),
     "attention with sinks": Case(
-        given=lambda window=7, sinks=True, softcap=2.0, **sizes: given_attention(
-            window=window, sinks=sinks, softcap=softcap, **sizes
-        ),
+        options={"window": 7, "sinks": True, "softcap": 2.0},
         sizes=SIZES | {"causal": [True], "window": [None, 1, 20], "sinks": FLAG, "softcap": [None, 2.0]},
         real=tuple(sizes | {"window": 200} for sizes in REAL if sizes["causal"]), **_attention(),
     ),
     "attention of packed sequences": Case(
-        given=lambda **sizes: given_attention(**{"b": 1} | sizes) | {"cu_seqlens": ids(0, 7, 8, 8, 19)}, **_attention()
+        options={"b": 1, "sequences": True}, real=tuple({"n": 1000, "s": 1000, "d": d} for d in (64, 128, 256)), **_attention()
     ),
-    "decoding": Case(given=lambda **sizes: given_attention(**{"n": 1, "causal": False} | sizes), **_attention()),
+    "decoding": Case(options={"n": 1, "causal": False}, **_attention()),
     "paged_attention": Case(
         function=paged_attention, given=_given_pages, reference=paged_attention_reference,
         rows=("q", "block_table", "lengths"), grads=(), what="the same against a cache in pages", largest=1.0,
@@ -104,7 +104,7 @@ CASES = {
         real=tuple({"b": 3, "h": 4, "group": 8, "n": n, "d": 128, "page": 64, "per": 60} for n in (1, 5)),
     ),
     "append_to_pages": Case(
-        function=append_to_pages, given=lambda **sizes: _given_pages(**{"new": True} | sizes),
+        function=append_to_pages, given=_given_pages, options={"new": True},
         reference=append_to_pages_reference, rows=(), grads=(), but=("empty",), writes=("k_pages", "v_pages"),
         what="write new keys and values into those pages",
         sizes={"b": (1, 3), "h": (1, 2), "n": (0, 16), "d": [8, 40, 64, 128], "page": [16, 48, 64], "per": (1, 4)},

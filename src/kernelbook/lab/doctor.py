@@ -28,7 +28,7 @@ def _cases() -> dict[str, Case]:
 def _verdicts(name: str, case: Case) -> Iterator[check.Verdict]:
     """Of each dtype the outputs and gradients; a check that raises is a failed one."""
     sizes = case.real[0] if runtime.DEVICE.type == "cuda" and case.real else {}
-    for dtype in DTYPES if floats(case.given()) else DTYPES[:1]:
+    for dtype in DTYPES if floats(case.of()) else DTYPES[:1]:
         which = f"{name}[{str(dtype)[6:]}]"
         try:
             found = case.check(case.of(dtype, **sizes), require=False)

@@ -43,7 +43,6 @@ CASES = {
         plain={"residual": True}, real=REAL, large={"m": 2**19 + 5, "n": 4096},
     ),
     "rms_norm of a sum": Case(
-        function=rms_norm, given=lambda residual=True, **sizes: given_rms_norm(residual=residual, **sizes),
-        reference=rms_norm_reference, rows=("x", "residual"), sizes=SIZES | {"residual": (False, True)}, real=REAL,
+        function=rms_norm, given=given_rms_norm, options={"residual": True}, reference=rms_norm_reference, rows=("x", "residual"), sizes=SIZES | {"residual": (False, True)}, real=REAL,
     ),
 }  # fmt: skip

@@ -83,17 +83,17 @@ CASES = {
         what="each token times its experts' matrices", sizes=SIZES | GROUPED,
     ),
     "moe_lora": Case(
-        function=moe_lora, given=lambda **sizes: given_lora(**{"bias": True, "gates": True} | sizes), reference=_lora,
+        function=moe_lora, given=given_lora, options={"bias": True, "gates": True}, reference=_lora,
         rows=("x", "routing", "gates"), what="the same with LoRA on each expert", plain={"bias": False, "gates": False},
         sizes=SIZES | OPTIONS | GROUPED | {"experts": [1, 4, 7, 64], "rank": [0, 1, 8, 16]}, real=REAL,
         large={"tokens": 3, "experts": 600, "k": 2048, "n": 2048, "rank": 16},
     ),
     "moe_lora, in order of experts": Case(
         function=moe_lora, reference=_lora, rows=("x", "routing"),
-        given=lambda **sizes: given_lora(**{"tokens": 4, "grouped_in": True, "grouped_out": True, "strategy": "fused"} | sizes),
+        given=given_lora, options={"grouped_in": True, "grouped_out": True, "strategy": "fused"},
     ),
     "moe_lora in 4 bits": Case(
-        function=moe_lora, given=lambda **sizes: given_lora(**{"k": 64, "n": 32, "kind": "64"} | sizes), reference=_lora,
+        function=moe_lora, given=given_lora, options={"k": 64, "n": 32, "kind": "64"}, reference=_lora,
         rows=("x", "routing"),
         sizes=SIZES | OPTIONS | {"k": [64, 128, 192, 256, 512], "rank": [0, 1, 8, 16], "kind": ["32", "64", "128 double", "mxfp4", "nvfp4"]},
         real=tuple(

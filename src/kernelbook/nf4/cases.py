@@ -58,7 +58,7 @@ CASES = {
     ),
     "nf4_matmul, scales in 8 bits": Case(
         function=nf4_matmul, reference=_product, but=("gradcheck", "bad input"),
-        given=lambda **sizes: _given_matmul(**{"m": 2, "kind": "64 double", "expert": ids(2)} | sizes),
+        given=_given_matmul, options={"m": 2, "kind": "64 double", "expert": ids(2)},
         sizes={"m": (1, 33), "n": (1, 257), "k": (1, 257), "kind": KINDS[:3]},
     ),
 }  # fmt: skip

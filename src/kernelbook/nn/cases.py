@@ -9,7 +9,7 @@ from kernelbook import nn, runtime
 from kernelbook.cases import Case, Given, draw, draw_shares, ids
 from kernelbook.moe_lora.cases import choose
 from kernelbook.packed.cases import weights
-from kernelbook.sparse_linear.cases import given_linear
+from kernelbook.sparse_linear.cases import EVERY_CHUNK, given_layer
 
 
 def _call(module: torch.nn.Module, **given: Any) -> Any:
@@ -91,7 +91,7 @@ MODULES = {
     ),
     "ClampedSwiGLU": Case(function=lambda h: nn.ClampedSwiGLU()(h), given=lambda: {"h": draw(4, 32)}),
     "swiglu": Case(function=nn.swiglu.swiglu, given=lambda: {"h": draw(4, 32)}),
-    "compact_sparse_linear": Case(function=nn.compact_sparse_linear, given=given_linear),
+    "compact_sparse_linear": Case(function=nn.compact_sparse_linear, given=given_layer, options=EVERY_CHUNK),
     "load_balancing_loss": Case(
         function=nn.load_balancing_loss, given=lambda: {"probabilities": draw_shares(4, 3), "expert_ids": choose()},
         but=("forward mode",),  # which is PyTorch's

@@ -56,7 +56,7 @@ CASES = {
         real=tuple(sizes | {"k_out": sizes["k"]} for sizes in REAL),
     ),
     "scatter_ffn, plain": Case(
-        function=scatter_ffn, reference=scatter_ffn_reference,
-        given=lambda **sizes: given_network(**{"gated": False, "biases": True, "activation": "gelu"} | sizes),
+        function=scatter_ffn, given=given_network, reference=scatter_ffn_reference,
+        options={"gated": False, "biases": True, "activation": "gelu"},
     ),
 }  # fmt: skip

@@ -30,10 +30,6 @@ def given_layer(
     return tensors | active_chunks(d_out, chunk, share) | options
 
 
-def given_linear(share: float = 1.0, mode: str = "sparse_dw_dx", **sizes: Any) -> Given:
-    return given_layer(share=share, mode=mode, **sizes)
-
-
 def _given_parts(
     names: str, m: int = 4, d_in: int = 32, d_out: int = 48, chunk: int = 16, share: float = 0.5, **options: Any
 ) -> Given:
@@ -46,6 +42,7 @@ def _backward(x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor, compact: 
 
 
 SIZES = {"m": (0, 257), "d_in": (1, 257), "d_out": (1, 512), "chunk": [16, 48, 64], "share": [0.0, 0.1, 0.5, 1.0]}
+EVERY_CHUNK = {"share": 1.0, "mode": "sparse_dw_dx"}
 COMPACT = {"compact": [False, True]}
 REAL = tuple(
     {"m": m, "d_in": d_in, "d_out": d_out, "chunk": chunk, "share": share}
@@ -56,7 +53,7 @@ LARGE = {"m": 2**17 + 64, "d_in": 64, "d_out": 2**14 + 64, "chunk": 64, "share":
 
 CASES = {
     "sparse_linear": Case(
-        function=sparse_linear, given=given_linear, reference=sparse_linear_reference,
+        function=sparse_linear, given=given_layer, options=EVERY_CHUNK, reference=sparse_linear_reference,
         what="a linear layer with gradients of chosen chunks only", plain={"share": 0.5, "mode": "sparse_dw"},
         sizes=SIZES | {"mode": ["dense", "sparse_dw", "sparse_dw_dx"], "bias": [False, True]}, real=REAL,
     ),
@@ -65,24 +62,23 @@ CASES = {
         part=True, sizes=SIZES, real=REAL, large=LARGE,
     ),
     "sparse_dw": Case(
-        function=sparse_dw, given=lambda **sizes: _given_parts("x dy", **sizes), reference=sparse_dw_reference,
+        function=sparse_dw, given=_given_parts, options={"names": "x dy"}, reference=sparse_dw_reference,
         rows=("x", "dy"), what="chosen rows of a weight's gradient", part=True, sizes=SIZES | COMPACT, real=REAL,
     ),
     "sparse_dx": Case(
-        function=sparse_dx, given=lambda **sizes: _given_parts("dy weight", **sizes), reference=sparse_dx_reference,
+        function=sparse_dx, given=_given_parts, options={"names": "dy weight"}, reference=sparse_dx_reference,
         rows=("dy",), what="the input's gradient from chosen rows", part=True, sizes=SIZES, real=REAL, large=LARGE,
     ),
     "sparse_backward": Case(
-        function=sparse_backward, given=lambda **sizes: _given_parts("x weight dy", **sizes), reference=_backward,
+        function=sparse_backward, given=_given_parts, options={"names": "x weight dy"}, reference=_backward,
         rows=("x", "dy"), grads=("x", "dy"),  # of dW, the first result
         factor=check.GRADIENT_FACTOR, what="the three gradients in one call", part=True, sizes=SIZES | COMPACT, real=REAL,
     ),
     "sparse_dw, compact": Case(
-        function=sparse_dw, given=lambda **sizes: _given_parts("x dy", compact=True, **sizes), reference=sparse_dw_reference,
+        function=sparse_dw, given=_given_parts, options={"names": "x dy", "compact": True}, reference=sparse_dw_reference,
         rows=("x", "dy"),
     ),
     "sparse_forward, compact": Case(
-        function=sparse_forward, given=lambda **sizes: given_layer(bias=False, compact=True, **sizes),
-        reference=sparse_forward_reference, sizes=SIZES,
+        function=sparse_forward, given=given_layer, options={"bias": False, "compact": True}, reference=sparse_forward_reference, sizes=SIZES,
     ),
 }  # fmt: skip

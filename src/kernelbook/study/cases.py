@@ -13,12 +13,12 @@ STUDIES = {
         layer_norm.CASES["layer_norm"], function=layer_norm_with_locks, real=layer_norm.REAL[:-1], large=None
     ),
     "moe_lora_recomputed": dataclasses.replace(
-        moe_lora.CASES["moe_lora"], function=moe_lora_recomputed, given=moe_lora.given_lora, rows=("x", "routing"),
+        moe_lora.CASES["moe_lora"], function=moe_lora_recomputed, options={}, rows=("x", "routing"),
         sizes=moe_lora.SIZES | {"k": (1, 128), "rank": [1, 8, 16]}, real=(), large=None,
     ),
     "scatter_ffn_with_atomics": dataclasses.replace(
         scatter_ffn.CASES["scatter_ffn"], function=scatter_ffn_with_atomics, real=(),
-        given=lambda **sizes: scatter_ffn.given_network(gated=False, **sizes),
+        options={"gated": False},
         sizes=scatter_ffn.SIZES | {"k_out": (1, 257), "activation": scatter_ffn.ACTIVATIONS},
     ),
 }  # fmt: skip
