@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from kernelbook import runtime
+from kernelbook.nn.offload import join_copies
 
 __all__ = [
     "Captured",
@@ -59,6 +60,7 @@ def _capture(call: Callable[[], Any], stream: torch.cuda.Stream, pool: Any) -> t
         ):
             try:
                 out = call()
+                join_copies()
             except Exception as error:  # where that breaks the capture its end raises another one
                 first = error
                 raise
