@@ -5,18 +5,22 @@ This folder is no part of the installed package: run it in the repository. Impor
 """
 
 import dataclasses
+import gc
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
 from bench import baselines
+from kernelbook import runtime
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from kernelbook.lab.timing import Case
 
-__all__ = ["CASE_BY_CASE", "NAMES", "ROOMS", "Bench", "bench", "benches"]
+__all__ = ["CASE_BY_CASE", "NAMES", "ROOMS", "Bench", "bench", "benches", "forget"]
 
 # The rooms: each is a package of this name.
 ROOMS = ("attention", "layer_norm", "moe_lora", "nf4", "scatter_ffn", "sparse_linear")
@@ -81,3 +85,10 @@ def bench(name: str) -> Bench:
 def benches(names: Iterable[str] = NAMES) -> list[Bench]:
     """The benches of these names, or all of them."""
     return [bench(name) for name in names]
+
+
+def forget() -> None:
+    """Gives memory back that nobody holds any more, so that what comes is measured alike."""
+    gc.collect()
+    if runtime.DEVICE.type == "cuda":
+        torch.cuda.empty_cache()
