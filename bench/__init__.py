@@ -8,19 +8,31 @@ import dataclasses
 import gc
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from bench import baselines
 from kernelbook import runtime
+from kernelbook.lab import timing
+from kernelbook.lab.timing import Case
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from kernelbook.lab.timing import Case
-
-__all__ = ["CASE_BY_CASE", "NAMES", "ROOMS", "Bench", "bench", "benches", "forget"]
+__all__ = [
+    "CASE_BY_CASE",
+    "NAMES",
+    "ROOMS",
+    "Bench",
+    "bench",
+    "benches",
+    "compiled",
+    "first_call",
+    "forget",
+    "passes",
+    "step",
+]
 
 # The rooms: each is a package of this name.
 ROOMS = ("attention", "layer_norm", "moe_lora", "nf4", "scatter_ffn", "sparse_linear")
@@ -51,8 +63,8 @@ class Bench:
     baselines: Mapping[str, str]
     needs: dict[str, str] = dataclasses.field(default_factory=dict)
     left_out: tuple[str, ...] = ()
-    cases: Callable[[], Iterable["Case"]] | None = None
-    models: Callable[[], Iterable["Case"]] = tuple
+    cases: Callable[[], Iterable[Case]] | None = None
+    models: Callable[[], Iterable[Case]] = tuple
     host_calls: Callable[[], Mapping[str, Callable[[], object]]] = dict
     extras: Callable[[], Iterator[tuple[str, "pd.DataFrame"]]] | None = None
     keys: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
@@ -92,3 +104,50 @@ def forget() -> None:
     gc.collect()
     if runtime.DEVICE.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def passes(
+    mode: str, call: Callable[..., Any], leaves: Sequence[torch.Tensor], up: Sequence[torch.Tensor]
+) -> Callable[[], Sequence[torch.Tensor]]:
+    """What is timed of ``call(*leaves)``, which gives a tensor or several: its results, or the gradients of the leaves for ``up``.
+
+    Mode ``backward`` has the forward pass behind it, ``forward_backward`` takes both.
+    """
+
+    def results(given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        found = call(*given)
+        return [found] if isinstance(found, torch.Tensor) else found
+
+    if mode == "forward":
+        given = [leaf.detach() for leaf in leaves]
+        return lambda: results(given)
+    if mode == "backward":
+        kept = results(leaves)
+        return lambda: torch.autograd.grad(kept, leaves, up, retain_graph=True)
+    return lambda: torch.autograd.grad(results(leaves), leaves, up)
+
+
+def step(
+    call: Callable[..., torch.Tensor], leaves: Sequence[torch.Tensor], up: torch.Tensor
+) -> Callable[[], Sequence[torch.Tensor]]:
+    """Both passes of ``call(*leaves)``: the result, and the gradients of the leaves."""
+
+    def both() -> Sequence[torch.Tensor]:
+        y = call(*leaves)
+        return [y.detach(), *torch.autograd.grad(y, leaves, up)]
+
+    return both
+
+
+def compiled(function: Callable[..., Any], **how: Any) -> Callable[..., Any]:
+    """``torch.compile`` of a function for one shape, whatever was compiled before."""
+    torch._dynamo.reset()
+    torch._functorch.config.donated_buffer = (
+        False  # it forbids to run a backward pass twice, which is what measuring does
+    )
+    return torch.compile(function, dynamic=False, **how)
+
+
+def first_call(op: str, shape: Mapping[str, Any], x_name: str, x: float, codes: Mapping[str, str]) -> Case:
+    """The wall-clock time of a first call with empty caches: by provider its code, see ``timing.first_call_ms``."""
+    return timing.Case(op, "first_call", torch.bfloat16, shape, x_name, x, 0.0, 0.0, lambda: timing.FirstCall(codes))
