@@ -71,11 +71,6 @@ class Bench:
     run: Callable[..., int] | None = None
     options: tuple[str, ...] = ()
 
-    def __post_init__(self) -> None:
-        if (self.cases is None) == (self.run is None):
-            given = "none" if self.run is None else "both"
-            raise ValueError(f"Bench: {self.name} must have either cases or run, got {given}")
-
     def missing(self) -> list[str]:
         """What is not measured here, and why."""
         lost: dict[str, list[str]] = {}
