@@ -105,7 +105,6 @@ TINY: dict[str, dict[str, Any]] = {
                 "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32, "sliding_window": 8},
     "gpt2": {"vocab_size": 67, "n_embd": 64, "n_head": 4},
 }  # fmt: skip
-COMPILED_LAYERS = 6  # a compiler takes minutes for all
 ONE_TOKEN = ("decode", "generate")
 SAME_BITS = "kernelbook:same_bits"
 EXPERTS = {"grouped_mm": "grouped_mm", "batched_mm": "batched_mm", "bitsandbytes": "grouped_mm"}
@@ -233,8 +232,8 @@ def _running(model: Any, provider: str) -> Iterator[None]:
 # --- tasks ----------------------------------------------------------------------------------------------------------
 
 
-def _step_task(model: Any, batch: int, tokens: int, checkpoints: bool, *, graph: bool) -> Callable[[], torch.Tensor]:
-    """A step of training what requires a gradient; returns the loss."""
+def _step_task(model: Any, batch: int, tokens: int, *, graph: bool) -> Callable[[], torch.Tensor]:
+    """A step of training what requires a gradient, with checkpoints; returns the loss."""
     from transformers import DynamicCache
 
     from kernelbook.interop.transformers import known_masks, loss_in_pieces
@@ -242,12 +241,9 @@ def _step_task(model: Any, batch: int, tokens: int, checkpoints: bool, *, graph:
     base = base_model(model)
     ids = torch.randint(0, base.config.vocab_size, (batch, tokens), device=runtime.DEVICE)
     model.train()
-    if checkpoints:
-        # There is no dropout, and what draws nothing need not keep the state of the generator.
-        how = {"use_reentrant": False, "preserve_rng_state": False}
-        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
-    else:
-        base.gradient_checkpointing_disable()
+    # There is no dropout, and what draws nothing need not keep the state of the generator.
+    how = {"use_reentrant": False, "preserve_rng_state": False}
+    base.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
     trained = [p for p in model.parameters() if p.requires_grad]
     for parameter in trained:
         parameter.grad = None
@@ -362,9 +358,7 @@ class Plan:
     provider: str
     task: str
     batch: int = 1
-    checkpoints: bool = False
     graph: str = "0"
-    layers: int | None = None
     bits: bool = False  # for whole_model_bits.csv
 
     @property
@@ -381,17 +375,14 @@ class Plan:
         """The column of that name."""
         parts = {"model": self.model, "layers": layers, "task": self.task}
         if self.task == "step":
-            parts |= {"N": tokens, "r": RANK, "checkpoint": int(self.checkpoints)}
+            parts |= {"N": tokens, "r": RANK, "checkpoint": 1}
         else:
             parts |= {"N": 1, "S": tokens} if self.task in ONE_TOKEN else {"N": tokens, "S": 0}
         return " ".join(f"{name}={value}" for name, value in (parts | {"graph": self.graph}).items())
 
     def __str__(self) -> str:
-        layers = "" if self.layers is None else f" layers={self.layers}"
-        return (
-            f"{self.model} {self.provider} {self.task} batch={self.batch} checkpoint={int(self.checkpoints)} "
-            f"graph={self.graph}{layers}{' bits' if self.bits else ''}"
-        )
+        bits = " bits" if self.bits else ""
+        return f"{self.model} {self.task} {self.provider} batch={self.batch} graph={self.graph}{bits}"
 
 
 def plans() -> list[Plan]:
@@ -400,7 +391,6 @@ def plans() -> list[Plan]:
     for provider in ("torch", "kernelbook:dense"):
         found += [Plan("GPT-2", provider, "prefill", graph=graph) for graph in ("1", "0")]
         found += [Plan("GPT-2", provider, "decode", batch, graph="1") for batch in (1, 32)]
-        found += [Plan("GPT-2", provider, "step", 4, graph=graph) for graph in ("1", "0")]
     for model, batches in (("Qwen3-30B-A3B", (1, 8, 32)), ("OLMoE-1B-7B", (1, 8))):
         for own in (("kernelbook",), ("grouped_mm", "kernelbook:dense"), ("bitsandbytes",)):
             for provider in own:
@@ -410,27 +400,21 @@ def plans() -> list[Plan]:
                 found.append(Plan(model, provider, "decode"))
                 found += [Plan(model, provider, "prefill", graph=graph) for graph in ("1", "0")]
             for provider in own:
-                if provider == "bitsandbytes":
-                    continue
-                found += [Plan(model, provider, "step", 1, True, graph) for graph in ("1", "0")]
-                found += [Plan(model, provider, "step", 4, True, "1"), Plan(model, provider, "step", 1, False, "1")]
-                if provider.startswith("kernelbook"):
-                    found.append(Plan(model, provider, "step", 4, False, "1"))
+                if provider != "bitsandbytes":
+                    found += [Plan(model, provider, "step", graph=graph) for graph in ("1", "0")]
         both = ("kernelbook", SAME_BITS)
         found += [
             Plan(model, provider, "decode", batch, graph="1", bits=True) for batch in (1, 32) for provider in both
         ]
-        found += [Plan(model, provider, "step", 1, True, "1", bits=True) for provider in both]
+        found += [Plan(model, provider, "step", graph="1", bits=True) for provider in both]
     for provider in ("kernelbook", "grouped_mm"):
-        found += [Plan("gpt-oss-20b", provider, "step", 1, True, graph) for graph in ("1", "0")]
         # transformers' own attention with sinks makes tensors on the host, which a graph cannot; compiled it does not.
-        found += [Plan("gpt-oss-20b", provider, task, graph=graph) for task in ("decode", "prefill") for graph in "10"]
-    found += [Plan("gpt-oss-120b", "kernelbook", "step", 1, True, graph) for graph in ("0", "1")]
-    found += [Plan("gpt-oss-120b", "kernelbook", "decode", graph="1")]
-    found += [Plan("gpt-oss-20b", provider, "decode", graph="compile") for provider in ("kernelbook", "grouped_mm")]
-    for provider in ("kernelbook", "grouped_mm", "batched_mm", "kernelbook:dense"):
-        for graph in ("1", "compile"):
-            found.append(Plan("Qwen3-30B-A3B", provider, "decode", graph=graph, layers=COMPILED_LAYERS))
+        found += [
+            Plan("gpt-oss-20b", provider, task, graph=graph) for task in ("step", "decode", "prefill") for graph in "10"
+        ]
+        found.append(Plan("gpt-oss-20b", provider, "decode", graph="compile"))
+    found += [Plan("gpt-oss-120b", "kernelbook", "step", graph=graph) for graph in ("0", "1")]
+    found.append(Plan("gpt-oss-120b", "kernelbook", "decode", graph="1"))
     # What transformers gives by itself: a growing cache, and all layers compiled.
     for model in ("Qwen3-30B-A3B", "OLMoE-1B-7B"):
         found += [Plan(model, "kernelbook", "generate", graph=graph) for graph in ("1", "0")]
@@ -456,17 +440,14 @@ class _Session:
 
     def _model(self, plan: Plan) -> Any:
         """The model of the plan, with LoRA pairs for a step; built anew where another one is held."""
-        lora = plan.task == "step" and plan.model != "GPT-2"
-        held = (plan.model, plan.kind, self.layers if plan.layers is None else plan.layers)
-        if self._held[:3] != held or (self._held[3] and not lora):
+        lora, held = plan.task == "step", (plan.model, plan.kind)
+        if self._held[:2] != held or (self._held[2] and not lora):
             self.drop()
-            self.model = build(configuration(plan.model, held[2], tiny=self.tiny), plan.kind)
+            self.model = build(configuration(plan.model, self.layers, tiny=self.tiny), plan.kind)
             self._held = (*held, False)
-        if lora and not self._held[3]:
+        if lora and not self._held[2]:
             self.model = _add_lora(self.model, RANK if not self.tiny else 2)
             self._held = (*held, True)
-        if plan.model == "GPT-2":
-            self.model.requires_grad_(plan.task == "step")
         return self.model
 
     def run(self, plan: Plan) -> None:
@@ -500,7 +481,7 @@ class _Session:
         elif plan.task == "prefill":
             call = _prefill_task(model, plan.batch, self.tokens)
         else:
-            call = _step_task(model, plan.batch, self.tokens, plan.checkpoints, graph=plan.graph == "1")
+            call = _step_task(model, plan.batch, self.tokens, graph=plan.graph == "1")
         if plan.graph == "1" and plan.task != "step":
             call = Captured(call)
         elif plan.graph != "1":
