@@ -7,14 +7,16 @@ This folder is no part of the installed package: run it in the repository. Impor
 import dataclasses
 import gc
 import importlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from bench import baselines
 from kernelbook import runtime
-from kernelbook.lab import timing
+from kernelbook.lab import record, timing
 from kernelbook.lab.timing import Case
 
 if TYPE_CHECKING:
@@ -31,7 +33,9 @@ __all__ = [
     "first_call",
     "forget",
     "passes",
+    "row",
     "step",
+    "write_ceilings",
 ]
 
 # The rooms: each is a package of this name.
@@ -146,3 +150,20 @@ def compiled(function: Callable[..., Any], **how: Any) -> Callable[..., Any]:
 def first_call(op: str, shape: Mapping[str, Any], x_name: str, x: float, codes: Mapping[str, str]) -> Case:
     """The wall-clock time of a first call with empty caches: by provider its code, see ``timing.first_call_ms``."""
     return timing.Case(op, "first_call", torch.bfloat16, shape, x_name, x, 0.0, 0.0, lambda: timing.FirstCall(codes))
+
+
+def row(
+    op: str, mode: str, provider: str, dtype: torch.dtype, shape: str, x: tuple[str, float], found: timing.Timing,
+    **figures: float,
+) -> dict[str, str]:  # fmt: skip
+    """A row of what has a clock of its own, without run and environment; the figures that are not given are NaN."""
+    ms = {"ms": found.ms, "ms_p20": found.p20, "ms_p80": found.p80}
+    numbers = dict.fromkeys(record.FIGURES, math.nan) | {"gpus": 1} | ms | figures
+    named = {"op": op, "mode": mode, "provider": provider, "dtype": str(dtype).removeprefix("torch."), "shape": shape}
+    return named | {"x_name": x[0], "x": f"{x[1]:.12g}"} | {name: f"{value:.6g}" for name, value in numbers.items()}
+
+
+def write_ceilings(folder: Path, run: str, *, quick: bool = False) -> None:
+    """Measures what the machine reaches, and writes it as that of a run."""
+    row = timing.ceilings_row(timing.measure_ceilings(quick=quick), run)
+    record.write_results(folder / "ceilings.csv", row, key=("run",))

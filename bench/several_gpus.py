@@ -30,13 +30,12 @@ from typing import Any
 import pandas as pd
 import torch
 import torch.distributed as dist
-from tabulate import tabulate
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from bench import Bench, forget, moe_block
+from bench import Bench, forget, moe_block, row
 from kernelbook import check, runtime
 from kernelbook.distributed import gradients
 from kernelbook.distributed.expert_parallel import ExpertParallel
@@ -108,20 +107,8 @@ def _host_us(call: Callable[[], Any]) -> float:
     return _slowest(timing.wall(call, samples=5, before=_together)[1])
 
 
-Row = dict[str, Any]
-
-
-def _row(
-    op: str, mode: str, provider: str, dtype: torch.dtype, shape: str, x: tuple[str, float], t: timing.Timing,
-    **figures: float,
-) -> Row:  # fmt: skip
-    written = {name: f"{value:.6g}" for name, value in figures.items()}
-    return {
-        "op": op, "mode": mode, "provider": provider, "dtype": str(dtype).removeprefix("torch."), "shape": shape,
-        "x_name": x[0], "x": f"{x[1]:.12g}", "ms": f"{t.ms:.5g}", "ms_p20": f"{t.p20:.5g}", "ms_p80": f"{t.p80:.5g}",
-        "gbytes": "nan", "gflop": "nan", "peak_mib": "nan", "err_ratio": "nan", "host_us": "nan",
-        "gpus": str(dist.get_world_size()), **written,
-    }  # fmt: skip
+def _row(*given: Any, **figures: Any) -> dict[str, str]:
+    return row(*given, gpus=dist.get_world_size(), **figures)
 
 
 # --- the layer ------------------------------------------------------------------------------------------------------
@@ -222,20 +209,20 @@ def _shape(model: Sequence[int]) -> str:
     return f"E={experts} H={hidden} I={inner} k={slots} r={moe_block.RANK}"
 
 
-def _layers(sizes: Sizes) -> Iterator[Row]:
+def _layers(sizes: Sizes) -> Iterator[dict[str, str]]:
     for name, tokens in zip(sizes.models, sizes.tokens, strict=True):
         for kind in ("nf4", "dense"):
             yield from _layer(moe_block.MODELS[name], kind, tokens, sizes.samples)
         forget()
 
 
-def _peers(sizes: Sizes) -> Iterator[Row]:
+def _peers(sizes: Sizes) -> Iterator[dict[str, str]]:
     if _on_gpu() and importlib.util.find_spec("transformers") and importlib.util.find_spec("peft"):
         for name, tokens in zip(sizes.models, sizes.tokens, strict=True):
             yield from _peer(moe_block.MODELS[name], tokens, sizes.samples)
 
 
-def _layer(model: Sequence[int], kind: str, counts: Sequence[int], samples: int) -> Iterator[Row]:
+def _layer(model: Sequence[int], kind: str, counts: Sequence[int], samples: int) -> Iterator[dict[str, str]]:
     provider, joint = ("kernelbook", ":") if kind == "nf4" else ("kernelbook:dense", "_")
     layer, ranks = _experts(model, kind, moe_block.RANK), dist.get_world_size()
     ratios = {"": math.nan, "shared": math.nan}
@@ -276,7 +263,7 @@ class _Settled(torch.autograd.Function):
         return grad.wait() if hasattr(grad, "wait") else grad
 
 
-def _peer(model: Sequence[int], counts: Sequence[int], samples: int) -> Iterator[Row]:
+def _peer(model: Sequence[int], counts: Sequence[int], samples: int) -> Iterator[dict[str, str]]:
     """transformers' experts with PEFT's pairs, and where there are several ranks its all-to-all around them."""
     (experts, hidden, inner, slots), ranks, mesh = model, dist.get_world_size(), _mesh()
     if experts % ranks:
@@ -322,7 +309,7 @@ class _Stack(torch.nn.Module):
         return x
 
 
-def _sharded(sizes: Sizes) -> Iterator[Row]:
+def _sharded(sizes: Sizes) -> Iterator[dict[str, str]]:
     model, count, mesh = moe_block.MODELS[sizes.models[0]], sizes.tokens[0][-2:][0], _mesh()
     x, ids, gates, up = _tokens(count, model)
     for kind, provider, shard in (("nf4", "kernelbook", fully_shard), ("dense", "fsdp2", fsdp.fully_shard)):
@@ -358,7 +345,7 @@ def _sharded(sizes: Sizes) -> Iterator[Row]:
 # --- gradients of active rows ---------------------------------------------------------------------------------------
 
 
-def _active_rows(sizes: Sizes) -> Iterator[Row]:
+def _active_rows(sizes: Sizes) -> Iterator[dict[str, str]]:
     features, inputs, chunk = sizes.sparse
     layer = SparseLinear(inputs, features, bias=False, device="meta", chunk_size=chunk)
     ranks, chunks = dist.get_world_size(), features // chunk
@@ -399,7 +386,7 @@ def _active_rows(sizes: Sizes) -> Iterator[Row]:
 # --- a training step ------------------------------------------------------------------------------------------------
 
 
-def _train(sizes: Sizes, one: dict[str, list[float]]) -> Iterator[Row]:
+def _train(sizes: Sizes, one: dict[str, list[float]]) -> Iterator[dict[str, str]]:
     """``one`` keeps the losses of one GPU from call to call, on rank 0."""
     ranks = dist.get_world_size()
     each, strong = sizes.sequences
@@ -463,10 +450,10 @@ def _gap(losses: Sequence[float], truth: Sequence[float] | None) -> float:
 # --- the command ----------------------------------------------------------------------------------------------------
 
 
-def sections(sizes: Sizes) -> dict[str, Callable[[], Iterator[Row]]]:
+def sections(sizes: Sizes) -> dict[str, Callable[[], Iterator[dict[str, str]]]]:
     """The figures by name, each to be called on every rank of the default process group."""
 
-    def layers() -> Iterator[Row]:
+    def layers() -> Iterator[dict[str, str]]:
         for part in (_layers, _sharded, _active_rows):
             yield from part(sizes)
 
@@ -498,15 +485,11 @@ def bench(folder: Path, select: str | None = None, sizes: Sizes = Sizes()) -> in
         if rank < count:
             dist.distributed_c10d._world.group_count = 1000 * i  # groups of other names, see windows._named
             dist.init_process_group("nccl", store=part, rank=rank, world_size=count, device_id=device)
-            for row in section():
+            for found in section():
                 if rank == 0:
-                    record.write_results(
-                        folder / "several_gpus.csv", pd.DataFrame([{**about, **row}], columns=list(record.COLUMNS)), KEY
-                    )
-                    print(
-                        tabulate([[row[n] for n in (*KEY, "ms", "peak_mib", "err_ratio")]], tablefmt="plain"),
-                        flush=True,
-                    )
+                    table = pd.DataFrame([{**about, **found}], columns=list(record.COLUMNS))
+                    record.write_results(folder / "several_gpus.csv", table, KEY)
+                    print(*(found[name] for name in (*KEY, "ms", "peak_mib", "err_ratio")), flush=True)
             dist.destroy_process_group()
         if rank == 0:
             part.set("done", "")

@@ -23,7 +23,7 @@ import pandas as pd
 import torch
 import torch.nn.functional as F
 
-from bench import Bench, forget
+from bench import Bench, forget, row, write_ceilings
 from kernelbook import check, runtime  # before Triton, which it sets up
 from kernelbook.attention import flash_attention
 from kernelbook.lab import record, timing
@@ -309,18 +309,14 @@ def measure(
             gb = 2 * (others + config.depth * mlp) / 1e9
             for graph in (False, True) if real else (False,):
                 found = _step_ms(decoder, context // 2, count, samples, graph=graph)
-                row = {
-                    "op": STEM, "mode": "forward", "provider": "dense" if share == 1.0 else "kernelbook",
-                    "dtype": str(decoder.dtype).removeprefix("torch."),
-                    "shape": f"width={config.width} depth={config.depth} rank={rank} B={batch} graph={int(graph)}",
-                    "x_name": "share", "x": f"{share:g}", "ms": f"{found.ms:.5g}", "ms_p20": f"{found.p20:.5g}",
-                    "ms_p80": f"{found.p80:.5g}", "gbytes": f"{gb:.6g}", "gflop": f"{batch * gb:.6g}",
-                    "peak_mib": "nan", "err_ratio": f"{ratio if share < 1 else math.nan:.3g}", "host_us": "nan", "gpus": "1",
-                }  # fmt: skip
-                record.write_results(
-                    folder / f"{STEM}.csv", pd.DataFrame([{**about, **row}], columns=list(record.COLUMNS))
-                )
-                print(f"{row['shape']} share {share:g}: {found.ms:.4f} ms", flush=True)
+                shape = f"width={config.width} depth={config.depth} rank={rank} B={batch} graph={int(graph)}"
+                written = row(
+                    STEM, "forward", "dense" if share == 1.0 else "kernelbook", dtype, shape, ("share", share), found,
+                    gbytes=gb, gflop=batch * gb, err_ratio=ratio if share < 1 else math.nan,
+                )  # fmt: skip
+                table = pd.DataFrame([{**about, **written}], columns=list(record.COLUMNS))
+                record.write_results(folder / f"{STEM}.csv", table)
+                print(f"{shape} share {share:g}: {found.ms:.4f} ms", flush=True)
             del decoder
 
 
@@ -342,8 +338,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         measure(config, given.out, about, rank=4, predictor_steps=given.predictor_steps, shares=(0.25,), batches=(1,),
                 samples=1, count=2)  # fmt: skip
         return 0
-    row = timing.ceilings_row(timing.measure_ceilings(quick=True), about["run"])
-    record.write_results(given.out / "ceilings.csv", row, key=("run",))
+    write_ceilings(given.out, about["run"], quick=True)
     for width in given.widths:
         config = dataclasses.replace(
             CONFIGS[WIDTHS[width]], **common, steps=given.steps, batch_size=8, eval_every=0, sparse_layers="mlp",

@@ -30,7 +30,7 @@ import pandas as pd
 import torch
 from tqdm import tqdm
 
-from bench import Bench, forget
+from bench import Bench, forget, row, write_ceilings
 from kernelbook import check, runtime
 from kernelbook.lab import profiling, record, timing
 from kernelbook.nn.gpt import GPT, OUTPUTS
@@ -307,8 +307,7 @@ class Study:
 
     def _ceilings(self) -> None:
         if not self._ceilings_written:
-            row = timing.ceilings_row(timing.measure_ceilings(), self.run)
-            record.write_results(self.out / "ceilings.csv", row, key=("run",))
+            write_ceilings(self.out, self.run)
             self._ceilings_written = True
 
     def _recorded(self, stem: str, **wanted: Any) -> bool:
@@ -320,8 +319,8 @@ class Study:
             rows = rows.loc[rows[name] == str(value)]
         return len(rows) > 0
 
-    def _write(self, table: str, row: dict[str, Any]) -> None:
-        rows = pd.DataFrame([{"run": self.run, **row, **self.about}])
+    def _write(self, table: str, figures: dict[str, Any]) -> None:
+        rows = pd.DataFrame([{"run": self.run, **figures, **self.about}])
         record.write_results(self.out / f"{STEM}_{table}.csv", rows, key=KEYS[f"{STEM}_{table}"])
 
     # --- steps ---
@@ -366,14 +365,12 @@ class Study:
         before = torch.cuda.memory_allocated()
         found = _step_times(make(), 6, 30, graph=graph)
         peak = (torch.cuda.max_memory_allocated() - before) / 2**20
-        row = {
-            "run": self.run, "op": STEM, "mode": "step", "provider": provider, "dtype": config.dtype,
-            "shape": _shape(config), "x_name": "active", "x": f"{config.active:.12g}",
-            "ms": f"{found.ms:.5g}", "ms_p20": f"{found.p20:.5g}", "ms_p80": f"{found.p80:.5g}",
-            "gbytes": "0", "gflop": f"{step_gflop(config, self.data.vocab_size):.6g}",
-            "peak_mib": f"{peak:.5g}", "err_ratio": f"{ratio:.3g}", **self.about,
-        }  # fmt: skip
-        record.write_results(self.out / f"{STEM}.csv", pd.DataFrame([row], columns=list(record.COLUMNS)))
+        written = row(
+            STEM, "step", provider, getattr(torch, config.dtype), _shape(config), ("active", config.active), found,
+            gbytes=0, gflop=step_gflop(config, self.data.vocab_size), peak_mib=peak, err_ratio=ratio,
+        )  # fmt: skip
+        table = pd.DataFrame([{"run": self.run, **written, **self.about}], columns=list(record.COLUMNS))
+        record.write_results(self.out / f"{STEM}.csv", table)
         return f"{found.ms:.3f} ms, error ratio {ratio:.2f}"
 
     # --- parts ---
@@ -488,14 +485,14 @@ class Study:
         self.data.seed = seed  # type: ignore[attr-defined]
         trainer = Trainer(config, self.data, progress=False)
         trainer.run()
-        row = {
+        outcome = {
             **key, "step_ms": f"{ms:.5g}", "dense_steps": dense_steps, "steps": steps,
             "train_loss": f"{statistics.fmean(trainer.losses()[-20:]):.4f}",
             "validation_loss": f"{trainer.validation_losses()[-1]:.4f}",
             "clock_seconds": f"{trainer.seconds:.3f}",
         }  # fmt: skip
-        self._write("budgets", row)
-        return f"validation loss {row['validation_loss']} after {steps} steps in {trainer.seconds:.1f} s"
+        self._write("budgets", outcome)
+        return f"validation loss {outcome['validation_loss']} after {steps} steps in {trainer.seconds:.1f} s"
 
     # --- scores ---
 

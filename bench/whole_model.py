@@ -50,7 +50,7 @@ from typing import Any
 import pandas as pd
 import torch
 
-from bench import Bench, baselines, forget
+from bench import Bench, baselines, forget, row, write_ceilings
 from kernelbook import check, runtime
 from kernelbook.interop import base_model
 from kernelbook.lab import profiling, record, timing
@@ -529,22 +529,21 @@ class _Session:
         x, y = torch.ones(2, 4, device=runtime.DEVICE)
         add = timing.host_us(lambda: torch.add(x, 1, out=y))  # how fast this host is, and how busy
         shape = plan.shape(base_model(model).config.num_hidden_layers, self.tokens)
-        row = {
-            "op": STEM, "mode": plan.mode, "provider": plan.provider, "dtype": "bfloat16", "shape": shape,
-            "x_name": "batch", "x": str(plan.batch), "ms": f"{found.ms:.5g}", "ms_p20": f"{found.p20:.5g}",
-            "ms_p80": f"{found.p80:.5g}", "gbytes": "nan", "gflop": "nan", "peak_mib": f"{peak:.6g}",
-            "err_ratio": f"{self.ratios[plan.model, plan.provider]:.3g}", "host_us": f"{host:.4g}", "gpus": "1",
-            "add_host_us": f"{add:.3g}", "setup_s": f"{setup:.3g}",
-            "peer": "" if record.is_ours(plan.provider) else baselines.peer_version(plan.provider, BENCH.baselines),
-        }  # fmt: skip
-        table = pd.DataFrame([{**self.about, **row}], columns=list(COLUMNS))
+        written = row(
+            STEM, plan.mode, plan.provider, torch.bfloat16, shape, ("batch", plan.batch), found,
+            peak_mib=peak, err_ratio=self.ratios[plan.model, plan.provider], host_us=host,
+        )  # fmt: skip
+        written |= {"add_host_us": f"{add:.3g}", "setup_s": f"{setup:.3g}", "peer": ""}
+        if not record.is_ours(plan.provider):
+            written["peer"] = baselines.peer_version(plan.provider, BENCH.baselines)
+        table = pd.DataFrame([{**self.about, **written}], columns=list(COLUMNS))
         record.write_results(self.folder / f"{BITS_STEM if plan.bits else STEM}.csv", table)
         if on_gpu and call is not None and not plan.bits:
             spans = sorted((kernel.start, kernel.end) for kernel in profiling.device_kernels(call))
             idle = max(0.0, found.ms - covered(spans) / 1e6)
             part = {"provider": plan.provider, "shape": shape, "batch": str(plan.batch), "part": "none"}
-            row = {**part, "part_ms": f"{idle:.4g}", "launches": str(len(spans)), **self.about}
-            record.write_results(self.folder / f"{PARTS_STEM}.csv", pd.DataFrame([row]), key=PARTS_KEY)
+            part |= {"part_ms": f"{idle:.4g}", "launches": str(len(spans)), **self.about}
+            record.write_results(self.folder / f"{PARTS_STEM}.csv", pd.DataFrame([part]), key=PARTS_KEY)
         print(f"{plan}: {found.ms:.4g} ms, {peak / 1024:.4g} GiB, host {host / 1e3:.4g} ms", flush=True)
 
 
@@ -645,8 +644,7 @@ def bench(
         print(f"left out: {note}")
     session = _Session(folder, layers, tokens, samples, tiny)
     if runtime.DEVICE.type == "cuda":
-        row = timing.ceilings_row(timing.measure_ceilings(quick=True), session.about["run"])
-        record.write_results(folder / "ceilings.csv", row, key=("run",))
+        write_ceilings(folder, session.about["run"], quick=True)
     failed = False
     for plan in plans() if wanted is None else wanted:
         if not re.search(select or "", str(plan)):
