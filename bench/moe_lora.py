@@ -41,8 +41,6 @@ TOKENS = 2048
 RANKS = (16, 32, 64)
 # The case of PEFT's own benchmark, https://github.com/huggingface/peft/pull/3577: one product, one expert a token.
 PEFT_EXPERTS, PEFT_K, PEFT_N, PEFT_TOKENS = 128, 2048, 768, 4096
-UNSLOTH_EXPERTS = 128  # it tries 108 tiles for each size: so one model's two products alone
-
 Tensors = Sequence[torch.Tensor]
 Calls = dict[str, Callable[[], Tensors]]
 
@@ -85,38 +83,22 @@ def _chosen(tokens: int, experts: int, slots: int) -> torch.Tensor:
     return drawn.topk(slots).indices
 
 
-@dataclasses.dataclass(frozen=True)
 class _Inputs:
     """Random tensors, and the routing as both sides take it."""
 
-    x: torch.Tensor
-    w: torch.Tensor
-    lora_a: torch.Tensor
-    lora_b: torch.Tensor
-    dy: torch.Tensor
-    ids: torch.Tensor
-    routing: op.Routing
-    sorted_routing: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-    @classmethod
-    def of(cls, shape: Shape, dtype: torch.dtype) -> "_Inputs":
-        device = runtime.DEVICE
-        ids = _chosen(shape.tokens, shape.experts, shape.slots).to(device)
-        order, inverse, offsets = route_reference(ids, shape.experts)
-
+    def __init__(self, shape: Shape, dtype: torch.dtype) -> None:
         def randn(*size: int) -> torch.Tensor:
-            return torch.randn(size, dtype=dtype, device=device)
+            return torch.randn(size, dtype=dtype, device=runtime.DEVICE)
 
-        return cls(
-            x=randn(shape.rows if shape.grouped else shape.tokens, shape.k),
-            w=randn(shape.experts, shape.k, shape.n) / shape.k**0.5,
-            lora_a=randn(shape.experts, shape.rank, shape.k) / shape.k**0.5,
-            lora_b=randn(shape.experts, shape.n, shape.rank),
-            dy=randn(shape.rows, shape.n),
-            ids=ids,
-            routing=op.route(ids, shape.experts),
-            sorted_routing=(order // shape.slots, inverse, offsets),
-        )
+        self.ids = _chosen(shape.tokens, shape.experts, shape.slots).to(runtime.DEVICE)
+        self.routing = op.route(self.ids, shape.experts)
+        order, inverse, offsets = route_reference(self.ids, shape.experts)
+        self.sorted_routing = (order // shape.slots, inverse, offsets)
+        self.x = randn(shape.rows if shape.grouped else shape.tokens, shape.k)
+        self.w = randn(shape.experts, shape.k, shape.n) / shape.k**0.5
+        self.lora_a = randn(shape.experts, shape.rank, shape.k) / shape.k**0.5
+        self.lora_b = randn(shape.experts, shape.n, shape.rank)
+        self.dy = randn(shape.rows, shape.n)
 
     @property
     def ends(self) -> torch.Tensor:
@@ -129,25 +111,22 @@ class _Inputs:
 
 def _base(shape: Shape, dtype: torch.dtype) -> timing.Problem:
     """The product without a low-rank update."""
-    t = _Inputs.of(shape, dtype)
+    t = _Inputs(shape, dtype)
     how: dict[str, Any] = {"grouped_in": shape.grouped}
     calls: Calls = {
         "grouped_mm": lambda: [grouped_mm_rows(t.x, t.w, None, None, *t.sorted_routing, **how)],
         "kernelbook": lambda: [op.scatter2scatter(t.x, t.w, t.routing, **how)],
     }
-    views: dict[str, Callable[[Tensors], Tensors]] = {}
-    if shape.experts == UNSLOTH_EXPERTS and baselines.has("unsloth"):
-        calls["unsloth"], views["unsloth"] = _unsloth(t, shape)
 
     def truth() -> Tensors:
         return [scatter2scatter_reference(t.x.double(), t.w.double(), t.ids, **how)]
 
-    return timing.Problem(calls, truth, calls["grouped_mm"], check.FORWARD_FACTOR, views)
+    return timing.Problem(calls, truth, calls["grouped_mm"], check.FORWARD_FACTOR)
 
 
 def _moe_lora(mode: str, shape: Shape, dtype: torch.dtype) -> timing.Problem:
     """Forward, or both passes with W frozen; -> y, and then dx, dA, dB."""
-    t = _Inputs.of(shape, dtype)
+    t = _Inputs(shape, dtype)
     how: dict[str, Any] = {"grouped_in": shape.grouped}
     leaves = [v.requires_grad_() for v in (t.x, t.lora_a, t.lora_b)]
 
@@ -178,7 +157,7 @@ def _moe_lora(mode: str, shape: Shape, dtype: torch.dtype) -> timing.Problem:
 
 def _dx(shape: Shape, dtype: torch.dtype) -> timing.Problem:
     """The gradient of x alone."""
-    t = _Inputs.of(shape, dtype)
+    t = _Inputs(shape, dtype)
     needs = (True, False, False, False, False, False)
 
     def ours(strategy: str) -> Callable[[], Tensors]:
@@ -226,7 +205,7 @@ def _quantized(shape: Shape) -> tuple[NF4Tensor, torch.Tensor]:
 def _packed(shape: Shape, dtype: torch.dtype) -> timing.Problem:
     """The product with experts in 4 bits, beside the one with the same experts dense."""
     how: dict[str, Any] = {"grouped_in": shape.grouped}
-    t, (q, exact) = _Inputs.of(shape, dtype), _quantized(shape)
+    t, (q, exact) = _Inputs(shape, dtype), _quantized(shape)
     w = exact.transpose(1, 2).to(dtype).transpose(1, 2)
     calls: Calls = {
         "grouped_mm": lambda: [grouped_mm_rows(t.x, w, None, None, *t.sorted_routing, **how)],
@@ -247,7 +226,7 @@ def _packed(shape: Shape, dtype: torch.dtype) -> timing.Problem:
 
 def _packed_step(shape: Shape, dtype: torch.dtype) -> timing.Problem:
     """Both passes with LoRA, with experts in 4 bits and with the same ones dense."""
-    t, (q, exact) = _Inputs.of(shape, dtype), _quantized(shape)
+    t, (q, exact) = _Inputs(shape, dtype), _quantized(shape)
     w = exact.transpose(1, 2).to(dtype).transpose(1, 2)
     leaves = [v.requires_grad_() for v in (t.x, t.lora_a, t.lora_b)]
 
@@ -274,7 +253,7 @@ def _packed_step(shape: Shape, dtype: torch.dtype) -> timing.Problem:
 
 def _route(shape: Shape, dtype: torch.dtype) -> timing.Problem:
     """Sorting alone; -> order, inverse, offsets."""
-    ids = _Inputs.of(dataclasses.replace(shape, k=1, n=1, rank=1), dtype).ids
+    ids = _Inputs(dataclasses.replace(shape, k=1, n=1, rank=1), dtype).ids
 
     def as_numbers(out: Tensors) -> Tensors:
         return [v.double() for v in out]
@@ -432,19 +411,6 @@ def models() -> Iterator[timing.Case]:
 # --- peers that may be missing --------------------------------------------------------------------------------------
 
 
-def _unsloth(t: _Inputs, shape: Shape) -> tuple[Callable[[], Tensors], Callable[[Tensors], Tensors]]:
-    """Its tuned product. A block's first gathers rows and leaves them in the experts' order, its second brings them back."""
-    grouped_gemm, w = baselines.unsloth(), t.w.transpose(1, 2).contiguous()
-    counts, order, first = t.sorted_routing[2].diff().int(), t.routing.order, not shape.grouped
-
-    def call() -> Tensors:
-        with torch.no_grad():
-            how = {"permute_x": first, "permute_y": not first, "is_first_gemm": first, "autotune": True}
-            return [grouped_gemm(t.x, w, counts, shape.slots, order, **how)]
-
-    return call, lambda out: [out[0][t.sorted_routing[1]] if first else out[0]]
-
-
 def _axolotl(t: _Inputs, shape: Shape) -> tuple[Callable[[], Tensors], Callable[[Tensors], Tensors]]:
     """A step of axolotl's ScatterMoE LoRA with the faster of its ways to dX; and its result in our layout.
 
@@ -517,7 +483,7 @@ def _for_grouped_nf4_gemm(
 
 def host_calls() -> dict[str, Callable[[], object]]:
     """Small calls, whose cost is the host's."""
-    t = _Inputs.of(Shape(8, 128, 128, 2, tokens=16), torch.bfloat16)
+    t = _Inputs(Shape(8, 128, 128, 2, tokens=16), torch.bfloat16)
     leaves = tuple(v.detach().clone().requires_grad_() for v in (t.x, t.lora_a, t.lora_b))
     x, a, b = leaves
     return {
@@ -532,9 +498,8 @@ def host_calls() -> dict[str, Callable[[], object]]:
 
 BENCH = Bench(
     name="moe_lora",
-    # Of axolotl and unsloth their kernels are enough: pip install --no-deps.
-    baselines={"torch": "torch", "grouped_mm": "torch"}
-    | {name: name for name in ("axolotl", "peft", "unsloth")}
+    # Of axolotl its kernels are enough: pip install --no-deps.
+    baselines={"torch": "torch", "grouped_mm": "torch", "axolotl": "axolotl", "peft": "peft"}
     | {"grouped_nf4_gemm": "grouped-nf4-gemm"},
     cases=cases,
     models=models,

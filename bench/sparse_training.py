@@ -60,6 +60,8 @@ KEYS: dict[str, tuple[str, ...]] = {
     f"{STEM}_curves": ("provider", "active", "sparse_lr", "width", "seed", "steps"),
 }
 PARTS = {"optimizer": ("_adamw", "adam", "FusedAdam")}  # by what the names of its kernels contain
+
+
 # --- what is trained ------------------------------------------------------------------------------------------------
 
 
@@ -123,12 +125,13 @@ def step_gflop(config: TrainConfig, vocab_size: int) -> float:
 # --- the time of a step ---------------------------------------------------------------------------------------------
 
 
-def _step_times(enqueue: Callable[[int], object], warm: int, count: int, *, graph: bool = True) -> timing.Timing:
+def _step_times(enqueue: Callable[[int], object], *, graph: bool = True) -> timing.Timing:
     """The time from one step's end to the next one's, the queue never empty.
 
     With ``graph`` the host gets a head start: what else it has to do then does not count. Without, a step is what the
     host makes of it.
     """
+    warm, count = 6, 30
     for step in range(warm):
         enqueue(step)
     cycles_per_ms = torch.cuda.get_device_properties(torch.cuda.current_device()).clock_rate  # which is in kHz
@@ -148,9 +151,9 @@ def _step_times(enqueue: Callable[[int], object], warm: int, count: int, *, grap
     return timing.Timing.of([a.elapsed_time(b) for a, b in itertools.pairwise(events)])
 
 
-def _trainer(variant: Variant, width: int, data: Data, **changes: Any) -> Trainer:
+def _trainer(variant: Variant, width: int, data: Data) -> Trainer:
     # Sparse from the first step on: random chunks are as good as any for timing.
-    return Trainer(variant.config(width, dense_steps=0, **changes), data, progress=False)
+    return Trainer(variant.config(width, dense_steps=0), data, progress=False)
 
 
 def _error_ratio(variant: Variant, width: int, data: Data) -> float:
@@ -179,11 +182,8 @@ def _error_ratio(variant: Variant, width: int, data: Data) -> float:
     reference, baseline, ours = gradients(False, "float32"), gradients(False, "bfloat16"), gradients(True, "bfloat16")
     names = list(layers)
     compared = range(len(names)) if variant.mode == "sparse_dw" else [len(names) - 1]
-    verdicts = [
-        check.compare(names[i], ours[i], reference[i], baseline[i], factor=check.GRADIENT_FACTOR, floor=2.0**-8)
-        for i in compared
-    ]
-    return max(verdict.require().ratio for verdict in verdicts)
+    how = {"factor": check.GRADIENT_FACTOR, "floor": 2.0**-8}
+    return max(check.compare(names[i], ours[i], reference[i], baseline[i], **how).require().ratio for i in compared)
 
 
 class _PlainLayerNorm(torch.nn.LayerNorm):
@@ -363,7 +363,7 @@ class Study:
         forget()  # its peak of memory is not that of experiments before
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        found = _step_times(make(), 6, 30, graph=graph)
+        found = _step_times(make(), graph=graph)
         peak = (torch.cuda.max_memory_allocated() - before) / 2**20
         written = row(
             STEM, "step", provider, getattr(torch, config.dtype), _shape(config), ("active", config.active), found,
@@ -463,7 +463,7 @@ class Study:
             if variant.mode != "dense":
                 _error_ratio(variant, self.width, self.data)
             trainer = _trainer(variant, self.width, self.data)
-            self._ms[key] = _step_times(trainer._enqueue, 6, 30).ms
+            self._ms[key] = _step_times(trainer._enqueue).ms
         return self._ms[key]
 
     def _budget(self, variant: Variant, lr_times: float, seed: int) -> str:
@@ -496,15 +496,13 @@ class Study:
 
     # --- scores ---
 
-    def scores(self, seeds: Sequence[int], steps: int) -> None:
+    def scores(self, seeds: Sequence[int]) -> None:
         """Rows of ``sparse_training_scores.csv``: precision, recall and energy on a planted teacher."""
         for seed, families, name in itertools.product(seeds, (8, None), [*CHOOSERS, _ShuffledKnn.name, "oracle"]):
-            self.attempt(
-                f"scores {name} families {families} seed {seed}", 5,
-                functools.partial(self._score, name, families, seed, steps),
-            )  # fmt: skip
+            experiment = functools.partial(self._score, name, families, seed)
+            self.attempt(f"scores {name} families {families} seed {seed}", 5, experiment)
 
-    def _score(self, name: str, families: int | None, seed: int, steps: int) -> str:
+    def _score(self, name: str, families: int | None, seed: int) -> str:
         key = {"families": families or 0, "scheduler": name, "seed": seed, "active": SCORED}
         if self._recorded(f"{STEM}_scores", **key):
             return "recorded already"
@@ -512,7 +510,7 @@ class Study:
         layout = Layout.of_fraction([teacher.chunks], SCORED)
         shuffled = name == _ShuffledKnn.name
         scheduler = _ShuffledKnn(layout, seed=seed) if shuffled else make_scheduler(name, layout, seed=seed)
-        table = pd.DataFrame(list(score_scheduler(teacher, scheduler, steps)))
+        table = pd.DataFrame(list(score_scheduler(teacher, scheduler, 160)))
         mean = table[["precision", "recall", "energy"]].mean()
         self._write("scores", {**key, **{str(name): f"{value:.4f}" for name, value in mean.items()}})
         return f"recall {mean['recall']:.3f}, energy {mean['energy']:.3f}"
@@ -532,8 +530,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if runtime.DEVICE.type != "cuda" and given.what != "scores":  # which are no times
         print("study: there is no GPU here, and the interpreter's times say nothing about one.", file=sys.stderr)
         return 2
-    deadline = time.monotonic() + 60 * given.minutes
-    study = Study(given.out or record.results_dir(), deadline)
+    study = Study(given.out or record.results_dir(), deadline=time.monotonic() + 60 * given.minutes)
     experiments: dict[str, Callable[[], None]] = {
         "steps": study.steps,
         "parts": study.parts,
@@ -546,7 +543,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(f"--what must name some of scores, {', '.join(experiments)}, got {name!r}")
     for name in tqdm(wanted, unit="part"):
         if name == "scores":  # of no width
-            study.scores(given.seeds, 160)
+            study.scores(given.seeds)
         else:
             for study.width in given.width:
                 experiments[name]()

@@ -983,7 +983,7 @@ def test_real_sizes(problem: tuple[int, ...], strategy: str, dtype: torch.dtype)
 def test_bytes_are_counted_of_the_experts_that_tokens_choose(tokens: int) -> None:
     """A few tokens do not reach every expert; a measured call reads the weights of those that have rows."""
     shape = bench.Shape(8, 32, 48, 2, tokens=tokens)
-    ids = bench._Inputs.of(shape, torch.bfloat16).ids
+    ids = bench._Inputs(shape, torch.bfloat16).ids
     assert all(len(set(chosen)) == 2 for chosen in ids.tolist())
     case = bench._case("scatter2scatter", "forward", shape)
     rows, used = 2 * tokens, len(ids.unique())
