@@ -678,22 +678,6 @@ def test_nf4_linear(dtype: torch.dtype, lora: bool) -> None:
 # --- what is measured -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("kernel", "part"),
-    (
-        ("_nf4_dequantize_fwd_words_kernel", "dequantize"),
-        ("_moe_lora_fwd_rows_kernel", "products"),
-        ("_many_rows_kernel", "products"),
-        ("_moe_lora_bwd_wgrad_kernel", "gradients of A and B"),
-        ("_route_fwd_place_kernel", "routing"),
-        ("void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<...", "products"),
-        ("void at::native::vectorized_elementwise_kernel<8, at::native::silu_kernel...", "elementwise and copies"),
-    ),
-)
-def test_kernels_are_counted_to_a_part(kernel: str, part: str) -> None:
-    assert moe_block.part_of(kernel) == part
-
-
 def test_a_case_has_the_same_routing_whatever_was_drawn_before() -> None:
     torch.manual_seed(1)
     first = moe_block._routing(6, 16, 4)
@@ -710,7 +694,7 @@ def test_a_small_case_of_the_benchmark_is_right() -> None:
     for mode in ("forward", "forward_backward"):
         problem = moe_block._case(mode, 3, (12, 64, 64, 2)).build()
         ratios = timing.error_ratios(problem)
-        assert {"grouped_mm", "kernelbook", "kernelbook:dense", "kernelbook:all"} <= set(ratios)
+        assert {"grouped_mm", "kernelbook", "kernelbook:dense"} <= set(ratios)
 
 
 # --- bad input ------------------------------------------------------------------------------------------------------

@@ -983,9 +983,9 @@ def test_real_sizes(problem: tuple[int, ...], strategy: str, dtype: torch.dtype)
 def test_bytes_are_counted_of_the_experts_that_tokens_choose(tokens: int) -> None:
     """A few tokens do not reach every expert; a measured call reads the weights of those that have rows."""
     shape = bench.Shape(8, 32, 48, 2, tokens=tokens)
-    ids = bench._Inputs.of(shape, torch.bfloat16).ids
+    ids = bench._Inputs(shape, torch.bfloat16).ids
     assert all(len(set(chosen)) == 2 for chosen in ids.tolist())
-    case = bench._case("scatter2scatter", "forward", shape, bench._base)
+    case = bench._case("scatter2scatter", "forward", shape)
     rows, used = 2 * tokens, len(ids.unique())
     assert case.gbytes * 1e9 == pytest.approx(2 * (tokens * 32 + used * 32 * 48 + rows * 48))
     assert tokens != 4 or used < 8  # else this would not tell experts with rows from all
