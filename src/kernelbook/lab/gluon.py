@@ -42,7 +42,6 @@ from unittest import mock
 import numpy as np
 
 from kernelbook import gluon_names, runtime  # before Triton, which it sets up
-from kernelbook.lab import remembered_types
 from kernelbook.lab.gluon_memory import (
     KINDS,
     Copy,
@@ -574,7 +573,6 @@ class _Launches:
         builder.begin, semantic = begin, _Semantic(builder)
         try:
             with (  # for this launch alone: other kernels are Triton's, whose types have no layouts
-                remembered_types.forgotten() if remembered_types.of_triton else contextlib.nullcontext(),
                 mock.patch.object(interpreter, "interpreter_builder", builder),
                 mock.patch.object(interpreter, "interpreter_semantic", semantic),
                 mock.patch.object(interpreter, "TritonSemantic", lambda _: semantic),  # which Triton 3.6 makes anew
