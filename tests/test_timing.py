@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -225,11 +224,11 @@ def test_what_is_compared_has_its_turn_in_each_round() -> None:
     """A call that gets slower with time does so for all."""
     x, order = torch.randn(2**20, device=runtime.DEVICE), []
     calls = {name: lambda name=name: (order.append(name), x.add_(1)) for name in "ab"}
-    times = timing.measure_in_turn(calls, rep_ms=3, min_samples=6)
+    times = timing.measure_in_turn(calls, rep_ms=3)
     turns = "".join(name for name, _ in itertools.groupby(order))
     # Each is called first to see how long it takes; every second round goes backwards, and begins with who ended the last.
     assert turns == "ab" + "ab" * (timing.ROUNDS // 2) + "a"
-    assert times["a"].samples >= 6 and 0.8 < times["a"].ms / times["b"].ms < 1.25
+    assert times["a"].samples >= timing.MIN_SAMPLES and 0.8 < times["a"].ms / times["b"].ms < 1.25
 
 
 def test_first_call_needs_its_mark() -> None:
@@ -270,9 +269,7 @@ def test_no_first_call_takes_ten_seconds() -> None:
     assert 10 < timing.first_call_ms(code) < 10_000
 
 
-def test_steps_replace_those_of_the_same_table_and_keep_the_others(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_steps_replace_all_but_those_of_a_table_that_failed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(timing.runtime, "DEVICE", torch.device("cpu"))
     assert timing.time_steps("square_steps", [_case()]).empty  # the interpreter's times say nothing
     about = record.environment()
@@ -286,18 +283,16 @@ def test_steps_replace_those_of_the_same_table_and_keep_the_others(
     path = tmp_path / "a-gpu" / "square_steps.csv"
     pd.concat([old, old.assign(op="cube")]).to_csv(path, index=False)
 
-    def run_cases(cases: object, stem: str, record: Callable[[pd.DataFrame], object], **_: object) -> object:
-        record(_rows(run="new"))
-        return _rows(run="new"), failures
-
-    monkeypatch.setattr(timing, "run_cases", run_cases)
+    monkeypatch.setattr(timing, "run_cases", lambda *_, **__: (_rows(run="new"), failures))
     monkeypatch.setattr(timing, "measure_ceilings", lambda: timing.Ceilings(1.0, 2.0, 3.0, 4.0, 5.0))
     timing.time_steps("square_steps", [], record=True)
     assert list(pd.read_csv(path)["run"]) == ["new"]
     ceilings = tmp_path / "a-gpu" / "ceilings.csv"
     assert list(pd.read_csv(ceilings)["run"]) == ["new"]
-    failures.append("cube: wrong")
-    pd.concat([pd.read_csv(path, dtype=str), old.assign(op="cube")]).to_csv(path, index=False)
-    with pytest.raises(RuntimeError, match="time_steps: cube: wrong"):
-        timing.time_steps("square_steps", [dataclasses.replace(_case(), op="cube")], record=True)
+    failures.append("square: wrong")
+    case = _case()
+    table = {"op": case.op, "mode": case.mode, "dtype": case.dtype_name, "shape": case.shape_text}
+    pd.concat([pd.read_csv(path, dtype=str), old.assign(**table)]).to_csv(path, index=False)
+    with pytest.raises(RuntimeError, match="time_steps: square: wrong"):
+        timing.time_steps("square_steps", [case], record=True)
     assert sorted(pd.read_csv(path)["run"]) == ["new", "old"]  # the table that failed keeps its record

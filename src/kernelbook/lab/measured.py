@@ -13,22 +13,6 @@ from kernelbook.lab import record, timing
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = [
-    "FILES",
-    "FOR_SCALE",
-    "NEAR",
-    "POINT",
-    "bounded",
-    "compared",
-    "counted",
-    "middles",
-    "share_lines",
-    "shares",
-    "sizes",
-    "strongest",
-    "with_swept",
-]
-
 # Files that measure the package's functions, and the chapters about them. Others measure the steps of a chapter.
 FILES = {
     "layer_norm": "layer_norm",

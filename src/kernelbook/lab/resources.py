@@ -11,15 +11,6 @@ import triton
 
 from kernelbook import runtime
 
-__all__ = [
-    "MAX_REGISTERS",
-    "Resources",
-    "bucket",
-    "fits",
-    "matmul_resources",
-    "tensor_core",
-]
-
 MAX_REGISTERS = 255  # per thread, on every NVIDIA GPU of the last ten years
 # Registers that pointers, masks, loop counters and temporaries take beside the tiles: what the compiled kernels of this
 # book show, rounded down so that a kernel that spills a few bytes is still tried.
