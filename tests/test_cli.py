@@ -3,24 +3,17 @@
 import argparse
 import dataclasses
 import itertools
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import _part
 
-import kernelbook
 from kernelbook import runtime
 from kernelbook.lab import cli, doctor, profiling
 from kernelbook.layer_norm import op
 from kernelbook.train import command as training
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.mark.slow
@@ -62,24 +55,10 @@ def test_doctor_fails_when_a_kernel_is_broken(
     assert "FAILED" in capsys.readouterr().out
 
 
-@pytest.mark.skipif(runtime.DEVICE.type == "cuda", reason="about machines without a GPU")
-def test_it_tells_its_version(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(["--version"])
-    assert stopped.value.code == 0 and capsys.readouterr().out == f"kernelbook {kernelbook.__version__}\n"
-
-
-@pytest.mark.parametrize("arguments", (["kitchen"], ["bench"], []))
-def test_a_wrong_command_line_is_explained(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        cli.main(arguments)
-    assert stop.value.code == 2 and "usage:" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     "typed",
     (
-        "doctor layer_norm",
+        "", "kitchen", "doctor layer_norm",
         "profile --set hidden_size=-4 --out new", "profile --set slots={[]:1} --out new", "profile --out file/folder",
         "profile --config file", "train --out file", "train --out new --lr nan", "train --out new --beta1 3",
         "train --out new --seed 99999999999999999999", "train --out new --text nowhere", "train --out new --heads 0",
@@ -179,39 +158,3 @@ def test_ctrl_c_is_no_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 def _stopped(x: torch.Tensor) -> torch.Tensor:
     raise KeyboardInterrupt
-
-
-# Not that of a make that runs these tests: it would have another one say where it is.
-_ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
-
-
-def _make(*arguments: str, folder: Path = ROOT, **environment: str) -> "subprocess.CompletedProcess[str]":
-    command = ["make", "--no-print-directory", *arguments]
-    return subprocess.run(
-        command, cwd=folder, env=_ENVIRONMENT | environment, capture_output=True, text=True, check=False
-    )
-
-
-@pytest.mark.skipif(runtime.DEVICE.type == "cuda", reason="about machines without a GPU")
-@pytest.mark.parametrize("target", ("test-gpu", "test-turing"))
-def test_the_tests_of_a_gpu_say_at_once_that_there_is_none(target: str) -> None:
-    done = _make(target, f"PY={sys.executable}")
-    assert done.returncode != 0 and "no GPU runs kernels here" in done.stderr and not done.stdout
-
-
-@pytest.mark.parametrize("part", ("3/2", "0/2", "x", "1"))
-def test_a_part_of_the_tests_that_is_none(part: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match=f"must be I/N with I from 1 to N, got {part}"):
-        _part(part)
-
-
-def test_pins_stay_where_they_cannot_be_made_anew(tmp_path: Path) -> None:
-    shutil.copy(ROOT / "Makefile", tmp_path)
-    for name, text in (("requirements.txt", "pins"), ("uv", "#!/bin/sh\nexit 1")):
-        (tmp_path / name).write_text(text)
-    (tmp_path / "uv").chmod(0o755)
-    done = _make("lock", folder=tmp_path, PATH=f"{tmp_path}:{os.environ['PATH']}")
-    assert done.returncode != 0 and (tmp_path / "requirements.txt").read_text() == "pins"
-    (tmp_path / "uv").write_text("#!/bin/sh\necho torch==1")
-    assert _make("lock", folder=tmp_path, PATH=f"{tmp_path}:{os.environ['PATH']}").returncode == 0
-    assert (tmp_path / "requirements.txt").read_text().splitlines()[1:] == ["torch==1"]
