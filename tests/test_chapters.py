@@ -130,21 +130,6 @@ def test_what_stands_open_can_be_typed_and_runs(name: str, tmp_path: Path) -> No
     assert typed.stdout.count("passed") >= 10
 
 
-def test_remarks_to_tools_are_not_shown() -> None:
-    tool = program("pages")
-    kept = "x = f(\n    a,\n)\ny = 1  # not that one\n"
-    source = (
-        "plots.glue('a', 1)\n# isort: split\n" + kept.replace(")\n", ")  # fmt: skip\n") + "z = 1  # noqa: E731, F821"
-    )
-    assert tool.UNSHOWN.sub("", source) == kept + "z = 1"
-
-
-def test_long_names_break_behind_underscores_and_points() -> None:
-    tool = program("pages")
-    body = '<a title="a_b"><code class="x_y"><span class="pre">torch.where_</span> 1.5</code></a><pre>a_b</pre>'
-    assert tool.with_breaks(body) == body.replace("torch.where_", "torch.<wbr>where_")
-
-
 def test_embedded_pictures_become_files(tmp_path: Path) -> None:
     tool = program("pages")
     text = '<img alt="a" src="data:image/png;base64,YWJj"><img src="b.png">'
@@ -210,35 +195,6 @@ def test_an_execution_is_kept_until_what_decides_it_changes(monkeypatch: pytest.
     tool.keep(tool.open_cache(), path, notebook, 1.0)
     (tmp_path / "src" / "a.py").write_text("2")
     assert not tool.is_kept(tool.open_cache(), path)
-
-
-def test_what_nbval_executes_is_kept_as_a_page_shows_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Outputs stay one by one, an updated one is shown in its place, a semicolon hides one, a figure is a picture; what fails is not kept."""
-    code = (
-        "print(1)\nshown = display('a', display_id=True)\nprint(2)",
-        "shown.update('b')\n3",
-        "print(4)\n5;",
-        "import matplotlib.pyplot as plt\nfigure, _ = plt.subplots()\nplt.close()\nfigure",
-        "assert {}",
-    )
-    for name, last in (("passes", 1), ("fails", 0)):
-        cells = [nbformat.v4.new_code_cell(cell.format(last)) for cell in code]
-        nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / f"{name}.ipynb")
-    run = "import sys, pytest, pathlib, build_book; build_book.EXECUTED = pathlib.Path(sys.argv[1]); pytest.main(sys.argv[2:])"
-    options = ["-p", "keep_executed", "-p", "no:cacheprovider", "--nbval", f"--rootdir={tmp_path}", str(tmp_path)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "tools")}
-    command = [sys.executable, "-c", run, str(tmp_path / "executed"), *options]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert "1 failed, 9 passed" in done.stdout, done.stdout
-    tool = program("build_book")
-    monkeypatch.setattr(tool, "EXECUTED", tmp_path / "executed")
-    cache = tool.open_cache()
-    assert not tool.is_kept(cache, tmp_path / "fails.ipynb")
-    _, kept = cache.merge_match_into_notebook(tool.read(tmp_path / "passes.ipynb"))
-    found = [[output.get("text") or output["data"]["text/plain"] for output in cell.outputs] for cell in kept.cells]
-    assert [*found[:3], *found[4:]] == [["1\n", "'b'", "2\n"], ["3"], ["4\n"], []]
-    assert "image/png" in kept.cells[3].outputs[0].data
-    assert kept.metadata.language_info.pygments_lexer == "ipython3"
 
 
 @pytest.mark.parametrize("left", [3, 2, 1, 0])

@@ -1,4 +1,4 @@
-"""The judge: right solutions pass, honest mistakes are told in a sentence of their own, and ten cheats are refused."""
+"""The judge: right solutions pass, and honest mistakes are told in a sentence of their own."""
 
 import ast
 import dataclasses
@@ -24,7 +24,7 @@ from kernelbook.lab.judge import TASKS, Task, judge
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
-CHEATS, UNUSUAL = HERE / "solutions" / "cheats.py", HERE / "solutions" / "unusual.py"
+UNUSUAL = HERE / "solutions" / "unusual.py"
 SOLUTIONS = {
     node.name: path
     for path in [*sorted((HERE / "solutions").glob("*.py")), ROOT / "book" / "solutions" / "rms_norm.py"]
@@ -77,11 +77,6 @@ def test_a_mistake_is_found_whatever_is_drawn(name: str, tmp_path: Path) -> None
         assert str(found) == str(judge(tmp_path / "mistake.py", MISTAKES[name][0], gpu=False, seed=seed))
 
 
-@pytest.mark.parametrize("name", _tasks_of(CHEATS))
-def test_a_cheat_is_refused(name: str) -> None:
-    assert not judge(CHEATS, dataclasses.replace(TASKS[_tasks_of(CHEATS)[name]], name=name), gpu=False, seed=5).right
-
-
 @pytest.mark.parametrize("name", _tasks_of(UNUSUAL))
 def test_a_right_kernel_may_be_unusual(name: str) -> None:
     judge(UNUSUAL, dataclasses.replace(TASKS[_tasks_of(UNUSUAL)[name]], name=name), gpu=False, seed=5).require()
@@ -92,19 +87,6 @@ def test_a_right_solution_passes(name: str) -> None:
     found = judge(SOLUTIONS[name], name, gpu=False, seed=7).require()
     assert found.compiled == "compiled for sm_80 and sm_90" and found.cases >= 4
     assert str(found) == f"{name}: right, {found.cases} cases; compiled for sm_80 and sm_90"
-
-
-def test_every_task_has_a_right_solution_here_or_in_its_chapter() -> None:
-    chapters = "".join(path.read_text() for path in (ROOT / "notebooks").glob("*.ipynb"))
-    for name, task in TASKS.items():
-        solved = name in SOLUTIONS or any(f"{name}_solution, {quoted}{name}" in chapters for quoted in ('\\"', "'"))
-        solved = (
-            solved
-            or (name == "window" and "judge(window" in chapters)
-            or (name == "sparse_forward" and "judge(forward_solution" in chapters)
-        )
-        assert solved and task.says.startswith(f"{name}("), name
-        assert task.how or task.hints, name
 
 
 @pytest.mark.gpu

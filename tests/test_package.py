@@ -62,15 +62,6 @@ def _modules_of(requirements: list[Requirement]) -> set[str]:
     return {module for module, by in owners.items() if wanted & {re.sub(r"[-_.]+", "-", d).lower() for d in by}}
 
 
-def test_the_environment_agrees_with_itself() -> None:
-    """pip compares what is required; a library that finds an optional one outside its range turns that off in silence."""
-    done = subprocess.run([sys.executable, "-m", "pip", "check"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    utils = pytest.importorskip("transformers.utils")
-    versions = {name: importlib.metadata.version(name) for name in ("transformers", "kernels")}
-    assert utils.is_kernels_available(), f"transformers refuses the kernels beside it: {versions}"
-
-
 @pytest.mark.slow
 def test_it_imports_and_runs_with_torch_alone(built: dict[str, Path], tmp_path: Path) -> None:
     """In a folder of packages that has this environment's, but for those that only an extra brings."""

@@ -212,13 +212,6 @@ def test_code_is_legible_in_both_themes(browser: Any, address: str) -> None:
     page.context.close()
 
 
-def test_a_reader_s_choice_of_theme_holds(browser: Any, address: str) -> None:
-    for theme in THEMES:
-        page, _ = opened(browser, address + CONTENT[0], theme=theme)
-        assert page.evaluate("document.documentElement.dataset.theme") == theme
-        page.context.close()
-
-
 def test_every_link_inside_the_book_leads_somewhere() -> None:
     names: dict[Path, set[str]] = {}
 

@@ -215,28 +215,3 @@ def test_buckets() -> None:
 
 
 # --- the rules --------------------------------------------------------------------------------------------------------
-
-
-def test_the_rules_choose_what_a_search_found_more_than_a_tenth_faster() -> None:
-    """And leave alone the neighbours for which it found nothing better."""
-    from kernelbook.moe_lora import kernels as moe_lora
-    from kernelbook.scatter_ffn import kernels as scatter_ffn
-    from kernelbook.sparse_linear import kernels as sparse_linear
-
-    def backward(m: int, d_in: int, active: int) -> tuple[int, ...]:
-        plan = sparse_linear.plan_backward(m, d_in, active, 2, True, True, True, H200)
-        sides = tuple(plan.config.kwargs[f"BLOCK_{side}"] for side in "RDK")
-        return *sides, plan.config.num_warps, plan.config.num_stages, plan.split
-
-    assert backward(2048, 1024, 256) == backward(2048, 1024, 512) == (64, 128, 64, 4, 5, 1)
-    assert backward(2048, 1024, 1024) == backward(2048, 2048, 256) == (64, 128, 64, 4, 4, 1)
-    assert backward(8192, 6912, 128) == (64, 128, 32, 4, 4, 2)
-    assert backward(2048, 4096, 512) == (128, 128, 64, 4, 3, 1)
-    down, split = scatter_ffn.tiles_down(16, 1152, 691, H200)
-    assert (down.kwargs["BLOCK_L"], down.kwargs["BLOCK_C"], down.kwargs["STAGES"], split) == (64, 64, 4, 4)
-    assert scatter_ffn.tiles_down(16, 3072, 819, H200)[0].kwargs["BLOCK_C"] == 128
-    down, split = scatter_ffn.vector_down(1, 1152, 691, "bfloat16", H200)
-    assert (down.kwargs["BLOCK_L"], down.kwargs["BLOCK_C"], down.kwargs["UNROLL"], split) == (32, 32, 8, 4)
-    assert scatter_ffn.vector_down(1, 2560, 1024, "bfloat16", H200)[0].kwargs["BLOCK_C"] == 64
-    chosen = [moe_lora.choose_strategy(8, H200, copies_b=copies_b) for copies_b in (False, True)]
-    assert chosen == ["fused", "split"]

@@ -132,26 +132,6 @@ def test_a_sample_begins_with_a_cold_cache() -> None:
     assert timing.measure(twice).ms < 1.85 * timing.measure(read).ms
 
 
-def test_every_recorded_file_keeps_the_schema() -> None:
-    for path in record.results_dir().glob("*/*.csv"):
-        columns = tuple(pd.read_csv(path, nrows=0).columns)
-        if path.name == "ceilings.csv":
-            assert columns == record.CEILING_COLUMNS
-        elif "ms" in columns:
-            assert columns[: len(record.COLUMNS)] == record.COLUMNS, path.name
-            rows = pd.read_csv(path, dtype={"run": str})
-            keys = [*record.KEY, *(["gpus"] if "gpus" in rows else [])]
-            assert rows["mode"].isin(timing.MODES).all() and not rows.duplicated(keys).any(), path.name
-            if path.stem == "several_gpus":  # its ceiling is the link, whose rows are in the same run
-                assert set(rows.loc[rows["gpus"] > 1, "run"]) == set(rows.loc[rows["op"] == "all_to_all", "run"])
-            else:
-                assert set(rows["run"]) <= set(record.load_ceilings(path.parent.name)["run"]), path.name
-        end = columns.index("date") + 1
-        assert columns[end - len(record.ENVIRONMENT) : end] == record.ENVIRONMENT, path.name
-        later = columns[columns.index("peer") + 1 :] if "peer" in columns else columns[end:]
-        assert later in ((), ("add_host_us", "setup_s")), path.name
-
-
 @pytest.mark.skipif(runtime.DEVICE.type == "cuda", reason="the wall clock is for the interpreter")
 def test_measure_reads_the_wall_clock_without_a_gpu() -> None:
     timing_of_sleep = timing.measure(lambda: time.sleep(0.002), rep_ms=10)
