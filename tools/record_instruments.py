@@ -15,7 +15,6 @@ import ast
 import contextlib
 import dataclasses
 import json
-import linecache
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -62,11 +61,7 @@ def from_notebook(stem: str, *names: str) -> ModuleType:
     if missing := set(names) - set(found):
         raise ValueError(f"from_notebook: {stem}.ipynb has no {', '.join(sorted(missing))}")
     head = "import torch\nimport triton\nimport triton.language as tl"
-    text, module = "\n\n\n".join([head, *found.values()]) + "\n", ModuleType(f"{stem}_kernels")
-    file = f"<kernels of {stem}>"
-    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)  # there the interpreter reads them
-    exec(compile(text, file, "exec"), vars(module))  # noqa: S102
-    return module
+    return instrument_gluon.module_of("\n\n\n".join([head, *found.values()]) + "\n", f"{stem}_kernels")
 
 
 @dataclasses.dataclass
@@ -183,7 +178,6 @@ def first_kernel() -> Recording:
         programs = triton.cdiv(n, block)
         with watch(x=x, y=y, out=out) as seen:
             page._add_fwd_kernel[(programs,)](x, y, out, n, BLOCK=block)
-        assert torch.equal(out, x + y)
         frames = Frames(f"{programs} programs, each with a tile of {block}. Nothing is loaded yet.")
         for access in seen:
             what = "loads" if access.kind == "load" else "stores"
@@ -232,15 +226,12 @@ def interleave(
     """
     memory: Cells = [frozenset()] * n
     registers = [list(memory), list(memory)]
-    owner = None
     for operation, program, half in schedule:
         at, changes = slice(half * n // 2, (half + 1) * n // 2), []
         if operation == "acquire":
-            assert owner is None
-            owner, changes = program, [["lock", 0, "ab"[program], ["1"]]]
+            changes = [["lock", 0, "ab"[program], ["1"]]]
         elif operation == "release":
-            assert owner == program
-            owner, changes = None, [["lock", 0, ".", ["0"]]]
+            changes = [["lock", 0, ".", ["0"]]]
         elif operation == "load":
             registers[program][at] = [cell | {program} for cell in memory[at]]
             changes = [[f"p{program}", at.start, *shown(registers[program][at], program)]]
@@ -266,7 +257,6 @@ def layer_norm() -> Recording:
         )  # fmt: skip
     own = [access for access in seen if access.program[0] == 0]
     assert [access.kind for access in own] == ["atomic", "load", "store", "barrier", "atomic"]
-    assert db[0].tolist() == [3.0] * n
     notes = {
         "acquire": "Program {p} finds 0 in the lock and makes it 1: it owns the sums.",
         "spin": "Program {p} finds 1 in the lock, and asks again.",
@@ -359,7 +349,6 @@ def attention_online() -> Recording:
             page._attention_fwd_loop_kernel[(1, 1)](
                 q, k, v[:, order].contiguous(), o, 16, keys, d**-0.5, D=d, BLOCK_M=16, BLOCK_N=tile, BLOCK_D=d
             )  # fmt: skip
-        assert len(states) == keys // tile
         values = [f"{value:.1f}" for value in scores[order].tolist()]
         frames = Frames(
             "One query, 64 scores, a row for each tile. m = minus infinity, l = 0.", [["scores", 0, "." * keys, values]]
@@ -381,7 +370,6 @@ def attention_online() -> Recording:
                 note += " The maximum stayed, and the factor is 1."
             frames.show(note, change)
         whole = float(torch.softmax(scores.double(), 0) @ v[0, :, 0].double())
-        assert abs(a / total - whole) < 1e-5 and abs(float(o[0, 0, 0]) - whole) < 1e-5
         facts = {
             "tiles that shrink the sum": shrinks,
             "a / l at the end": f"{a / total:.4f}",
@@ -525,7 +513,6 @@ def nf4() -> Recording:
         out = torch.zeros(n)
         with watch(packed=packed, absmax=absmax, code=book, out=out) as seen:
             kernel[(1,)](packed, absmax, book, out, n, BLOCK_SIZE=block, BLOCK=lanes)
-        torch.testing.assert_close(out, book[codes] * absmax.repeat_interleave(block))
         by = {access.tensor: access.elements for access in seen}
         asked = {tensor: len(elements) for tensor, elements in by.items()}
         frames = Frames(
@@ -602,8 +589,6 @@ def moe_lora() -> Recording:
             page._scatter2scatter_fwd_kernel[(room, 1)](
                 x, *x.stride(), w, *w.stride(), routing.order, listed, y, k, n, slots, BLOCK_M=height, BLOCK_N=16, BLOCK_K=16
             )  # fmt: skip
-        expected = torch.einsum("tk,tjkn->tjn", x, w[ids]).reshape(rows, n)
-        torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
         codes = "abcd"
         by_pair = "".join(codes[e] for e in ids.flatten().tolist())
         frames = Frames(
@@ -621,7 +606,6 @@ def moe_lora() -> Recording:
                 continue
             expert, first, count = tiles[program]
             written = sorted({element // n for element in stores[program].elements})
-            assert len(written) == count
             frames.show(
                 f"Program {program}: expert {expert}, {count} rows of a tile of {height}, written straight to their places.",
                 [
@@ -635,7 +619,6 @@ def moe_lora() -> Recording:
             "rows of tiles for each real row": f"{len(tiles) * height / rows:.2f}",
         }
         runs.append({"name": name, "frames": frames, "facts": facts})
-    assert len({run["facts"]["programs that are launched"] for run in runs}) == 1
     room = runs[0]["facts"]["programs that are launched"]
     choices = [str(rows // height), str(room), str(rows)]
     return {
@@ -670,9 +653,6 @@ def sparse_linear() -> Recording:
             page._sparse_dw_bwd_chunk_kernel[(len(active), 2)](
                 ids, x, *x.stride(), dy, *dy.stride(), dw, *dw.stride(), m, d_in, d_out, CHUNK=chunk, BLOCK_M=16, BLOCK_D=16
             )  # fmt: skip
-        kept = torch.zeros(chunks, dtype=torch.bool)
-        kept[active] = True
-        torch.testing.assert_close(dw, (dy.t() @ x) * kept.repeat_interleave(chunk)[:, None], rtol=1e-4, atol=1e-4)
         frames = Frames(f"{len(active)} of {chunks} chunks are active: {', '.join(map(str, active))}.")
         for access in seen:
             if access.tensor == "x":
@@ -697,11 +677,7 @@ def sparse_linear() -> Recording:
         }
         runs.append({"name": f"{len(active)} of {chunks} active", "frames": frames, "facts": facts})
     quarter, full = runs[1]["facts"], runs[3]["facts"]
-    names = list(full)
-    same = [name for name in names if quarter[name] == full[name]]
-    assert same == ["elements of X that are read"] and all(
-        4 * quarter[name] == full[name] for name in names if name not in same
-    )
+    assert [name for name in full if 4 * quarter[name] != full[name]] == ["elements of X that are read"]
     choices = ["what is read of dY", "what is read of X", "the multiplications"]
     return {
         "title": "The gradient of the weight, a chunk a program",
@@ -779,7 +755,6 @@ def scatter_ffn() -> Recording:
         }
         runs.append({"name": "they end as " + ", ".join(map(str, order)), "frames": frames, "facts": facts})
     assert all(torch.equal(totals[0], other) for other in totals)
-    assert len({run["facts"]["who adds up"] for run in runs}) == 3
     return {
         "title": "Tickets: who comes last adds up",
         "question": "The programs end in another order. What changes?",
@@ -800,13 +775,12 @@ def scatter_ffn() -> Recording:
 
 def attention_backward() -> Recording:
     """Two programs add to the same rows of dQ: by load, add and store, and by atomics."""
-    names = ("_load_rows", "_load_per_row", "_store_rows", "_attention_bwd_keys_kernel", "forward", "shares_of")
+    names = ("_load_rows", "_load_per_row", "_store_rows", "_attention_bwd_keys_kernel", "forward")
     page = from_notebook("attention_backward", *names)
     n, s, d, side = 16, 32, 16, 16
     generator = torch.Generator().manual_seed(4)
     q, k, v, do = (torch.randn(1, count, d, generator=generator) for count in (n, s, s, n))
     o, lse = page.forward(q, k, v, False)
-    truth = page.shares_of(do, q, k, v, side).sum(0)
     kinds = {}
     for atomic in (False, True):
         dq, dk, dv = torch.zeros(1, n, d), torch.empty_like(k), torch.empty_like(v)
@@ -815,7 +789,6 @@ def attention_backward() -> Recording:
                 q, k, v, do, lse, (o * do).sum(-1), dq, dk, dv, n, s, d**-0.5, ATOMIC=atomic, D=d, BLOCK_M=side, BLOCK_N=side, BLOCK_D=d
             )  # fmt: skip
         kinds[atomic] = [(access.program[0], access.kind) for access in seen]
-        torch.testing.assert_close(dq.double(), truth, rtol=1e-3, atol=1e-4)
     assert kinds[False] == [(0, "load"), (0, "store"), (1, "load"), (1, "store")]
     assert kinds[True] == [(0, "atomic"), (1, "atomic")]
     codes = {frozenset(): ".", frozenset({0}): "a", frozenset({1}): "b", frozenset({0, 1}): "c"}
@@ -865,7 +838,6 @@ def attention_decoding() -> Recording:
     keys = shares * tile
     generator = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(1, rows, d, generator=generator) for rows in (1, keys, keys))
-    exact = (q.double() @ k.double().mT * d**-0.5).softmax(-1) @ v.double()
     runs, merged_by, outputs = [], [], []
     for name, order in {"0, 1, 2, 3": [0, 1, 2, 3], "3, 2, 1, 0": [3, 2, 1, 0], "2, 0, 3, 1": [2, 0, 3, 1]}.items():
         o, part, lse = torch.zeros(1, 1, d), torch.zeros(1, shares, tile, d), torch.zeros(1, shares, tile)
@@ -875,8 +847,6 @@ def attention_decoding() -> Recording:
                 q, k, v, o, part, lse, tickets, 1, keys, shares, d**-0.5 * float(np.log2(np.e)),
                 D=d, BLOCK_M=tile, BLOCK_N=tile, BLOCK_D=d, SEM="acq_rel",
             )  # fmt: skip
-        torch.testing.assert_close(o.double(), exact, rtol=1e-4, atol=1e-5)
-        assert not tickets.any()
         outputs.append(o)
         frames = Frames(
             f"{keys} keys of one head, {shares} programs. The counter is zero.", [["tickets", 0, ".", ["0"]]]
@@ -908,7 +878,6 @@ def attention_decoding() -> Recording:
                 frames.show(
                     f"Program {program} has read all parts in their order, and stores the output.", [["o", 0, mine]]
                 )
-        assert merging == order[-1]
         merged_by.append(merging)
         runs.append({"name": name, "frames": frames, "facts": {"launches": 1, "merged by program": merging}})
     assert len(set(merged_by)) > 1
@@ -1054,7 +1023,6 @@ def launches() -> Recording:
             {"name": name, "frames": frames, "facts": {"calls": len(arguments), "kernels compiled": len(known)}}
         )
     compiled = runs[0]["facts"]["kernels compiled"]
-    assert compiled == 1
     choices = ["1", "2", "16"]
     return {
         "title": "Sixteen calls, so many kernels",
@@ -1104,7 +1072,6 @@ def several_gpus() -> Recording:
             }
         )
     rows = [run["facts"]["rows, once to each GPU"] for run in runs]
-    assert rows == sorted(rows) and rows[-1] <= tokens * gpus < tokens * 8
     return {
         "title": "Where tokens travel",
         "question": "From one expert a token to eight, on four GPUs: how much does the traffic grow, if a row goes to each GPU only once?",
@@ -1263,7 +1230,6 @@ def same_bits() -> Recording:
             kernel = page._parts_kernel if fixed else page._split_kernel
             kernel[grid](x, w, sums, rows, n, k, *(() if fixed else (k // programs,)), **blocks, **more)
         found = page.joined(sums)[0]
-        torch.testing.assert_close(found, batch[0] @ w, rtol=1e-4, atol=1e-4)
         alone = found if rows == 1 else alone
         own = [access for access in seen if access.program[0] == 0]
         frames = Frames(f"{k} numbers of one row, in a batch of {rows}. {programs} programs share them.")
