@@ -140,13 +140,17 @@ def cells(name: str, elements: list[int], code: str, words: list[str] | None = N
 class Frames(list[dict[str, Any]]):
     """What a run shows, one after the other; at first what there is before anything happens."""
 
-    def __init__(self, note: str, changes: list[list[Any]] | None = None) -> None:
+    def __init__(self, note: str, *changes: list[Any]) -> None:
         super().__init__()
-        self.show(note, changes)
+        self.show(note, *changes)
 
-    def show(self, note: str, changes: list[list[Any]] | None = None) -> None:
+    def show(self, note: str, *changes: list[Any]) -> None:
         """What happens, and the cells that it changes."""
-        self.append({"note": note} if changes is None else {"set": changes, "note": note})
+        self.append({"set": list(changes), "note": note} if changes else {"note": note})
+
+    def as_run(self, name: str, facts: dict[str, Any]) -> dict[str, Any]:
+        """The frames by a name of the control, with what a reader is told beside them."""
+        return {"name": name, "frames": self, "facts": facts}
 
 
 def telling(function: Callable[..., Any], note: Callable[[Any], object]) -> Callable[..., Any]:
@@ -187,11 +191,11 @@ def first_kernel() -> Recording:
             if outside:
                 note += f" Its mask keeps it from {len(outside)} more, which do not exist."
             code = "a" if access.kind == "load" else "b"
-            frames.show(note, cells(access.tensor, access.elements, code) + cells(access.tensor, outside, "x"))
+            frames.show(note, *(cells(access.tensor, access.elements, code) + cells(access.tensor, outside, "x")))
         moved = sum(4 * len(access.elements) for access in seen)
         masked = sum(access.masked for access in seen if access.kind == "store")
         facts = {"programs": programs, "bytes read and written": moved, "elements masked off": masked}
-        runs.append({"name": f"BLOCK = {block}", "frames": frames, "facts": facts})
+        runs.append(frames.as_run(f"BLOCK = {block}", facts))
     moved = {run["facts"]["bytes read and written"] for run in runs}
     assert len(moved) == 1
     return {
@@ -239,7 +243,7 @@ def interleave(
             memory[at] = registers[program][at] if operation == "store" else [cell | {program} for cell in memory[at]]
             changes = [[name, at.start, *shown(memory[at], program)]]
         threads, rows = ("the other" if half else "one"), f"rows {at.start} to {at.stop - 1}"
-        frames.show(notes[operation].format(p=program, t=threads, rows=rows), changes)
+        frames.show(notes[operation].format(p=program, t=threads, rows=rows), *changes)
     return sum(len(cell) < 2 for cell in memory)
 
 
@@ -292,15 +296,13 @@ def layer_norm() -> Recording:
     for name, schedule in schedules.items():
         frames = Frames(
             "Each program has 1 or 2 to add to every element. Both begin.",
-            [
-                ["sums", 0, "." * n, ["0"] * n],
-                ["lock", 0, ".", ["0"]],
-                ["p0", 0, "." * n, [""] * n],
-                ["p1", 0, "." * n, [""] * n],
-            ],
+            ["sums", 0, "." * n, ["0"] * n],
+            ["lock", 0, ".", ["0"]],
+            ["p0", 0, "." * n, [""] * n],
+            ["p1", 0, "." * n, [""] * n],
         )
         lost = interleave(frames, schedule, "sums", n, notes, shown)
-        runs.append({"name": name, "frames": frames, "facts": {"elements that should be 3": n, "of them wrong": lost}})
+        runs.append(frames.as_run(name, {"elements that should be 3": n, "of them wrong": lost}))
     wrong = [run["facts"]["of them wrong"] for run in runs]
     assert wrong[0] == wrong[3] == 0 and wrong[1] == n and 0 < wrong[2] < n
     return {
@@ -351,7 +353,7 @@ def attention_online() -> Recording:
             )  # fmt: skip
         values = [f"{value:.1f}" for value in scores[order].tolist()]
         frames = Frames(
-            "One query, 64 scores, a row for each tile. m = minus infinity, l = 0.", [["scores", 0, "." * keys, values]]
+            "One query, 64 scores, a row for each tile. m = minus infinity, l = 0.", ["scores", 0, "." * keys, values]
         )
         shrinks = 0
         maximum = -np.inf
@@ -368,14 +370,14 @@ def attention_online() -> Recording:
                 note += f" The maximum grew: what was summed so far is multiplied by {factor:.3f}."
             elif i:
                 note += " The maximum stayed, and the factor is 1."
-            frames.show(note, change)
+            frames.show(note, *change)
         whole = float(torch.softmax(scores.double(), 0) @ v[0, :, 0].double())
         facts = {
             "tiles that shrink the sum": shrinks,
             "a / l at the end": f"{a / total:.4f}",
             "softmax of the whole row": f"{whole:.4f}",
         }
-        runs.append({"name": name, "frames": frames, "facts": facts})
+        runs.append(frames.as_run(name, facts))
     first = runs[1]["facts"]["tiles that shrink the sum"]
     choices = ["none of the other three", "one of them", "all three"]
     return {
@@ -408,7 +410,7 @@ def attention_causal() -> Recording:
                 D=d, BLOCK_M=side, BLOCK_N=side, BLOCK_D=d,
             )  # fmt: skip
         frames = Frames(
-            f"{rows} programs, each with {side} queries: a row of tiles.", [["tiles", 0, "g" * (rows * columns)]]
+            f"{rows} programs, each with {side} queries: a row of tiles.", ["tiles", 0, "g" * (rows * columns)]
         )
         for access in seen:
             row, column = access.program[0], access.elements[0] // (side * d)
@@ -422,9 +424,9 @@ def attention_causal() -> Recording:
                 else ("b", "seen in part, masked")
             )
             note = f"Program {row}, tile {column} of the keys: {what}."
-            frames.show(note, [["tiles", row * columns + column, code]])
+            frames.show(note, ["tiles", row * columns + column, code])
         facts = {"tiles": rows * columns, "visited": len(seen), "share": f"{len(seen) / (rows * columns):.0%}"}
-        runs.append({"name": name, "frames": frames, "facts": facts})
+        runs.append(frames.as_run(name, facts))
     share = runs[1]["facts"]["share"]
     choices = ["13%", "50%", "56%"]
     return {
@@ -463,13 +465,13 @@ def choosing_tiles() -> Recording:
         found = compiled.occupancy(kernel.registers, kernel.shared_bytes, warps, h200)
         frames = Frames(
             f"A program takes {kernel.registers} registers a lane in {warps} warps, and {shared} KiB of shared memory.",
-            [["warps", 0, "." * places]],
+            ["warps", 0, "." * places],
         )
         for program in range(found.programs):
             places_of = ["warps", program * warps, "abcdef"[program % 6] * warps]
-            frames.show(f"Program {program + 1} finds room.", [places_of])
+            frames.show(f"Program {program + 1} finds room.", places_of)
         left = list(range(found.programs * warps, places))
-        frames.show(f"No further program: the limit is {found.limit}.", cells("warps", left, "g"))
+        frames.show(f"No further program: the limit is {found.limit}.", *cells("warps", left, "g"))
         facts = {
             "registers a lane": kernel.registers,
             "shared memory, KiB": shared,
@@ -478,7 +480,7 @@ def choosing_tiles() -> Recording:
             "measured, ms": f"{ms:.3f}",
         }
         measured.append((found.share, ms))
-        runs.append({"name": f"{config[0]} by {config[1]}, {warps} warps", "frames": frames, "facts": facts})
+        runs.append(frames.as_run(f"{config[0]} by {config[1]}, {warps} warps", facts))
     fastest = min(range(len(measured)), key=lambda i: measured[i][1])
     shares = [share for share, _ in measured]
     answer = 0 if shares[fastest] == max(shares) else 1
@@ -517,10 +519,8 @@ def nf4() -> Recording:
         asked = {tensor: len(elements) for tensor, elements in by.items()}
         frames = Frames(
             "Eight bytes hold sixteen codes. The first code of a byte is its high half.",
-            [
-                ["packed", 0, "." * (n // 2), [f"{byte:02x}" for byte in packed.tolist()]],
-                ["absmax", 0, "..", ["1.0", "2.0"]],
-            ],
+            ["packed", 0, "." * (n // 2), [f"{byte:02x}" for byte in packed.tolist()]],
+            ["absmax", 0, "..", ["1.0", "2.0"]],
         )
         each = n // lanes
         for lane in range(lanes):
@@ -538,9 +538,9 @@ def nf4() -> Recording:
             ]
             if lane:
                 change = [["code", 0, "." * 16], *change]
-            frames.show(f"Lane {lane} loads byte {byte}: {halves}.", change)
+            frames.show(f"Lane {lane} loads byte {byte}: {halves}.", *change)
         facts = {"loads of a byte": asked["packed"], "loads of a scale": asked["absmax"], "outputs a lane": each}
-        runs.append({"name": name, "frames": frames, "facts": facts})
+        runs.append(frames.as_run(name, facts))
     simple = runs[0]["facts"]["loads of a byte"]
     choices = ["8: there are eight bytes", "16: one for each element", "32: a byte and a scale each"]
     return {
@@ -593,11 +593,11 @@ def moe_lora() -> Recording:
         by_pair = "".join(codes[e] for e in ids.flatten().tolist())
         frames = Frames(
             f"{tokens} tokens, two experts each: {rows} rows, in the order of the tokens. A colour is an expert.",
-            [["pairs", 0, by_pair]],
+            ["pairs", 0, by_pair],
         )
         frames.show(
             "Sorted by expert. " + ", ".join(f"expert {e} has {count}" for e, count in enumerate(counts)) + " rows.",
-            [["sorted", 0, "".join(by_pair[p] for p in routing.order.tolist())]],
+            ["sorted", 0, "".join(by_pair[p] for p in routing.order.tolist())],
         )
         stores = {access.program[0]: access for access in seen if access.tensor == "y"}
         for program in range(room):
@@ -608,17 +608,15 @@ def moe_lora() -> Recording:
             written = sorted({element // n for element in stores[program].elements})
             frames.show(
                 f"Program {program}: expert {expert}, {count} rows of a tile of {height}, written straight to their places.",
-                [
-                    *cells("sorted", list(range(first, first + count)), "e"),
-                    *cells("y", written, codes[expert]),
-                ],
+                *cells("sorted", list(range(first, first + count)), "e"),
+                *cells("y", written, codes[expert]),
             )
         facts = {
             "tiles": len(tiles),
             "programs that are launched": room,
             "rows of tiles for each real row": f"{len(tiles) * height / rows:.2f}",
         }
-        runs.append({"name": name, "frames": frames, "facts": facts})
+        runs.append(frames.as_run(name, facts))
     room = runs[0]["facts"]["programs that are launched"]
     choices = [str(rows // height), str(room), str(rows)]
     return {
@@ -666,7 +664,7 @@ def sparse_linear() -> Recording:
                 change = cells("dw", places, "b")
                 what = "writes its tile of dW"
             frames.show(
-                f"Program {access.program[0]}, {access.program[1]} (chunk {active[access.program[0]]}) {what}.", change
+                f"Program {access.program[0]}, {access.program[1]} (chunk {active[access.program[0]]}) {what}.", *change
             )
         once = {name: len({e for a in seen if a.tensor == name for e in a.elements}) for name in ("x", "dy", "dw")}
         facts = {
@@ -675,7 +673,7 @@ def sparse_linear() -> Recording:
             "elements of dW that are written": once["dw"],
             "multiplications": sum(len(a.elements) for a in seen if a.tensor == "dw") * m,
         }
-        runs.append({"name": f"{len(active)} of {chunks} active", "frames": frames, "facts": facts})
+        runs.append(frames.as_run(f"{len(active)} of {chunks} active", facts))
     quarter, full = runs[1]["facts"], runs[3]["facts"]
     assert [name for name in full if 4 * quarter[name] != full[name]] == ["elements of X that are read"]
     choices = ["what is read of dY", "what is read of X", "the multiplications"]
@@ -723,7 +721,7 @@ def scatter_ffn() -> Recording:
         with watch(order, partial=partial, tickets=tickets, y=y) as seen:
             _tickets_kernel[(split,)](x, partial, tickets, y, SPLIT=split, BLOCK=block)
         totals.append(y)
-        frames = Frames("Four programs have a part of the sum each. The counter is 0.", [["tickets", 0, ".", ["0"]]])
+        frames = Frames("Four programs have a part of the sum each. The counter is 0.", ["tickets", 0, ".", ["0"]])
         drawn, last = 0, -1
         for access in seen:
             program, code = access.program[0], "abcd"[access.program[0]]
@@ -731,29 +729,29 @@ def scatter_ffn() -> Recording:
                 continue
             row = access.elements[0] // block
             if access.tensor == "tickets" and access.kind == "store":
-                frames.show(f"Program {program} sets the counter back to 0.", [["tickets", 0, code, ["0"]]])
+                frames.show(f"Program {program} sets the counter back to 0.", ["tickets", 0, code, ["0"]])
             elif access.tensor == "tickets":
                 drawn += 1
                 note = f"Program {program} draws ticket {drawn - 1}."
                 note += (
                     " It is the last one: all parts are there." if drawn == split else " Others are to come: it ends."
                 )
-                frames.show(note, [["tickets", 0, code, [str(drawn)]]])
+                frames.show(note, ["tickets", 0, code, [str(drawn)]])
                 last = program
             elif access.tensor == "y":
-                frames.show(f"Program {program} writes the total.", [["y", 0, code * block]])
+                frames.show(f"Program {program} writes the total.", ["y", 0, code * block])
             elif access.kind == "store":
                 frames.show(
-                    f"Program {program} writes its part to its own row.", [["partial", row * block, code * block]]
+                    f"Program {program} writes its part to its own row.", ["partial", row * block, code * block]
                 )
             else:
-                frames.show(f"Program {program} adds row {row}.", [["partial", row * block, "e" * block]])
+                frames.show(f"Program {program} adds row {row}.", ["partial", row * block, "e" * block])
         facts = {
             "who adds up": f"program {last}",
             "order of the additions": "0, 1, 2, 3",
             "atomic additions of floats": 0,
         }
-        runs.append({"name": "they end as " + ", ".join(map(str, order)), "frames": frames, "facts": facts})
+        runs.append(frames.as_run("they end as " + ", ".join(map(str, order)), facts))
     assert all(torch.equal(totals[0], other) for other in totals)
     return {
         "title": "Tickets: who comes last adds up",
@@ -809,7 +807,7 @@ def attention_backward() -> Recording:
     for name, schedule in schedules.items():
         frames = Frames("Sixteen rows of dQ are zero. Each program has a share for every row.")
         lost = interleave(frames, schedule, "dq", n, notes, lambda cells, _: ["".join(codes[cell] for cell in cells)])
-        runs.append({"name": name, "frames": frames, "facts": {"rows": n, "rows that lost a share": lost}})
+        runs.append(frames.as_run(name, {"rows": n, "rows that lost a share": lost}))
     lost = [run["facts"]["rows that lost a share"] for run in runs]
     assert lost[0] == 0 == lost[2] and 0 < lost[1] < n
     return {
@@ -848,19 +846,17 @@ def attention_decoding() -> Recording:
                 D=d, BLOCK_M=tile, BLOCK_N=tile, BLOCK_D=d, SEM="acq_rel",
             )  # fmt: skip
         outputs.append(o)
-        frames = Frames(
-            f"{keys} keys of one head, {shares} programs. The counter is zero.", [["tickets", 0, ".", ["0"]]]
-        )
+        frames = Frames(f"{keys} keys of one head, {shares} programs. The counter is zero.", ["tickets", 0, ".", ["0"]])
         drawn, merging = 0, None
         for access in seen:
             program = access.program[0]
             mine = "abcd"[program]
             if access.tensor == "k":
                 read = sorted({element // d for element in access.elements})
-                frames.show(f"Program {program} walks over its share of the keys.", cells("k", read, mine))
+                frames.show(f"Program {program} walks over its share of the keys.", *cells("k", read, mine))
             elif access.tensor == "lse" and access.kind == "store":
                 frames.show(
-                    "It stores its part: the mean of its values, and its log-sum-exp.", [["parts", program, mine]]
+                    "It stores its part: the mean of its values, and its log-sum-exp.", ["parts", program, mine]
                 )
             elif access.kind == "atomic":
                 drawn += 1
@@ -870,16 +866,16 @@ def attention_decoding() -> Recording:
                     if drawn == shares
                     else " Others are still missing, so it ends."
                 )
-                frames.show(note, [["tickets", 0, mine, [str(drawn)]]])
+                frames.show(note, ["tickets", 0, mine, [str(drawn)]])
             elif access.tensor == "tickets" and access.kind == "store":
-                frames.show("It puts the counter back to zero for the next launch.", [["tickets", 0, ".", ["0"]]])
+                frames.show("It puts the counter back to zero for the next launch.", ["tickets", 0, ".", ["0"]])
             elif access.tensor == "o":
                 merging = program
                 frames.show(
-                    f"Program {program} has read all parts in their order, and stores the output.", [["o", 0, mine]]
+                    f"Program {program} has read all parts in their order, and stores the output.", ["o", 0, mine]
                 )
         merged_by.append(merging)
-        runs.append({"name": name, "frames": frames, "facts": {"launches": 1, "merged by program": merging}})
+        runs.append(frames.as_run(name, {"launches": 1, "merged by program": merging}))
     assert len(set(merged_by)) > 1
     assert all(torch.equal(o, outputs[0]) for o in outputs)
     return {
@@ -922,11 +918,11 @@ def sparse_training() -> Recording:
             hit = len(asked & where)
             frames.show(
                 f"Step {step}: {hit} of the {len(where)} chunks with the gradient are chosen.",
-                [["steps", step * chunks, "".join(row)]],
+                ["steps", step * chunks, "".join(row)],
             )
         recall = float(np.mean([score["recall"] for score in scores]))
         found[name] = recall
-        runs.append({"name": name, "frames": frames, "facts": {"found, in the mean": f"{recall:.0%}"}})
+        runs.append(frames.as_run(name, {"found, in the mean": f"{recall:.0%}"}))
     assert found["random"] < found["ema_topk"] < found["oracle"]
     return {
         "title": "Chosen chunks over time",
@@ -976,10 +972,10 @@ def together() -> Recording:
         at = 0.0
         for code, (what, size) in zip("abcd", part.items()):
             first, last = round(at), round(at + size / 2**30)
-            frames.show(f"{what.capitalize()}: {size / 2**30:.1f} GiB.", cells("gib", list(range(first, last)), code))
+            frames.show(f"{what.capitalize()}: {size / 2**30:.1f} GiB.", *cells("gib", list(range(first, last)), code))
             at += size / 2**30
         fits = "yes" if at < gpu else f"no: {at / gpu:.1f} times as much"
-        runs.append({"name": name, "frames": frames, "facts": {"GiB": f"{at:.1f}", f"fits a GPU of {gpu} GB": fits}})
+        runs.append(frames.as_run(name, {"GiB": f"{at:.1f}", f"fits a GPU of {gpu} GB": fits}))
     share = total["4 bits, frozen"] / total["bfloat16, frozen"]
     choices = ["exactly a quarter", "a bit more than a quarter", "half"]
     return {
@@ -1018,10 +1014,8 @@ def launches() -> Recording:
             changes = [["calls", call, "abcdef"[kernel % 6]], ["kernels", kernel, "abcdef"[kernel % 6]]]
             begin = f", {tensor.storage_offset() * tensor.element_size()} bytes in" if tensor.storage_offset() else ""
             note = f"Call {call + 1}, {str(tensor.dtype).removeprefix('torch.')}{begin}, N = {n}: {what} kernel {kernel + 1}."
-            frames.show(note, changes)
-        runs.append(
-            {"name": name, "frames": frames, "facts": {"calls": len(arguments), "kernels compiled": len(known)}}
-        )
+            frames.show(note, *changes)
+        runs.append(frames.as_run(name, {"calls": len(arguments), "kernels compiled": len(known)}))
     compiled = runs[0]["facts"]["kernels compiled"]
     choices = ["1", "2", "16"]
     return {
@@ -1057,19 +1051,18 @@ def several_gpus() -> Recording:
             words = [str(count) if count else "" for count in asked]
             frames.show(
                 f"Token {token}: {slots} experts, on {int(goes[token].sum())} GPUs. A number says how many it asks for there.",
-                [["goes", token * gpus, row, words]],
+                ["goes", token * gpus, row, words],
             )
         pairs, rows = tokens * slots, int(goes.sum())
         runs.append(
-            {
-                "name": f"{slots} expert{'s' * (slots > 1)} a token",
-                "frames": frames,
-                "facts": {
+            frames.as_run(
+                f"{slots} expert{'s' * (slots > 1)} a token",
+                {
                     "rows, if each pair travelled": pairs,
                     "rows, once to each GPU": rows,
                     "share": f"{rows / pairs:.0%}",
                 },
-            }
+            )
         )
     rows = [run["facts"]["rows, once to each GPU"] for run in runs]
     return {
@@ -1101,19 +1094,17 @@ def bytes_in_flight() -> Recording:
             free = max(asked[slot], free) + piece / rate
             asked[slot] = max(free, asked[slot] + latency)
             arrivals.append(asked[slot])
-        frames = Frames(
-            f"The SM asks for {slots} pieces of {piece} bytes at once: {kib} KiB.", [["way", 0, "a" * slots]]
-        )
+        frames = Frames(f"The SM asks for {slots} pieces of {piece} bytes at once: {kib} KiB.", ["way", 0, "a" * slots])
         for now in range(step, end + 1, step):
             there = sum(arrival <= now for arrival in arrivals)
-            frames.show(f"After {now} ns: {there} pieces are there.", [["there", 0, "b" * there]])
+            frames.show(f"After {now} ns: {there} pieces are there.", ["there", 0, "b" * there])
         share = sum(latency < arrival <= 11 * latency for arrival in arrivals) * piece / (10 * latency) / rate
         facts = {
             "KiB on their way": kib,
             "bytes a nanosecond": f"{share * rate:.1f}",
             "share of what one SM can get": f"{min(1.0, share):.0%}",
         }
-        runs.append({"name": f"{kib} KiB", "frames": frames, "facts": facts})
+        runs.append(frames.as_run(f"{kib} KiB", facts))
     shares = [int(run["facts"]["share of what one SM can get"][:-1]) for run in runs]
     choices = [20, 50, 90]
     return {
@@ -1146,17 +1137,16 @@ def splits_against_time() -> Recording:
             sm, own = busy.index(min(busy)), blocks // splits
             frames.show(
                 f"Share {share} on SM {sm}: {start} units to begin, {own} blocks of keys.",
-                [["time", sm * width + busy[sm], "x" * start + "a" * own]],
+                ["time", sm * width + busy[sm], "x" * start + "a" * own],
             )
             busy[sm] += start + own
         merge = -(-splits // merged)
         frames.show(
-            f"The last program merges {splits} parts.",
-            [["time", busy.index(max(busy)) * width + max(busy), "c" * merge]],
+            f"The last program merges {splits} parts.", ["time", busy.index(max(busy)) * width + max(busy), "c" * merge]
         )
         total = max(busy) + merge
         facts = {"units of time": total, "waves": -(-splits // sms), "SMs at work": f"{sum(busy) / (sms * total):.0%}"}
-        runs.append({"name": f"{splits} shares", "frames": frames, "facts": facts})
+        runs.append(frames.as_run(f"{splits} shares", facts))
     times = [run["facts"]["units of time"] for run in runs]
     best = times.index(min(times))
     return {
@@ -1188,14 +1178,14 @@ def tile_height() -> Recording:
             code = "".join("ab"[i // height % 2] for i in range(count)) + "x" * (own * height - count)
             frames.show(
                 f"Expert {expert}: {count} rows, {own} tile{'s' * (own > 1)}. Each reads the expert's matrix once.",
-                [["rows", expert * width, code]],
+                ["rows", expert * width, code],
             )
         facts = {
             "reads of a matrix": tiles,
             "rows that do not exist": tiles * height - sum(counts),
             "rows computed for each real one": f"{tiles * height / sum(counts):.2f}",
         }
-        runs.append({"name": f"{height} rows", "frames": frames, "facts": facts})
+        runs.append(frames.as_run(f"{height} rows", facts))
     reads = [run["facts"]["reads of a matrix"] for run in runs]
     return {
         "title": "The height of a tile",
@@ -1240,16 +1230,14 @@ def same_bits() -> Recording:
                 note = f"Program {program} multiplies and adds."
                 if fixed and programs == 1 and (read[-1] + 1) % part == 0:
                     note += " A part is full: it joins the sum of those before."
-                frames.show(note, cells("row", read, "abcd"[read[0] // part] if fixed else letter))
+                frames.show(note, *cells("row", read, "abcd"[read[0] // part] if fixed else letter))
             else:
-                frames.show(f"Program {program} stores its sum.", [["sums", program, letter]])
+                frames.show(f"Program {program} stores its sum.", ["sums", program, letter])
         frames.show(
-            "The sums are joined in their order." if programs > 1 else "There is nothing to join.", [["out", 0, "g"]]
+            "The sums are joined in their order." if programs > 1 else "There is nothing to join.", ["out", 0, "g"]
         )
         same = "yes" if torch.equal(found, alone) else "no"
-        runs.append(
-            {"name": name, "frames": frames, "facts": {"programs": programs, "the bits of the row alone": same}}
-        )
+        runs.append(frames.as_run(name, {"programs": programs, "the bits of the row alone": same}))
     assert [run["facts"]["the bits of the row alone"] for run in runs] == ["yes", "no", "yes", "yes"]
     return {
         "title": "One row, alone and among 64",
