@@ -4,9 +4,7 @@ A checkpoint in MXFP4 has ``gate_up_proj_blocks`` (E, 2 I, H / 32, 16) and ``gat
 same of ``down_proj``. Each is read into the place where it stays, shard by shard: nothing is ever dense, and nothing but the
 halves of bytes changes. transformers' own ``Mxfp4Config`` either makes the experts dense to train them, or runs kernels that
 have no gradients. ``save_pretrained`` gives the same bytes back, under the same names and with the same configuration, on the
-host, which has to have room for them.
-
-Other parts of the model are loaded as transformers loads them. transformers must be 5.8 or newer.
+host, which has to have room for them. Other parts of the model are loaded as transformers loads them.
 """
 
 from typing import Any
@@ -15,7 +13,7 @@ import torch
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import Mxfp4Config
 
-from kernelbook.interop.transformers_experts import check_experts, expert_modules, weight_names
+from kernelbook.interop.transformers_experts import check_experts, expert_modules, expert_weights
 from kernelbook.interop.transformers_quantizer import ExpertsQuantizer
 from kernelbook.nf4 import NF4Tensor
 from kernelbook.nn.parameters import store_parameter, stored_weight
@@ -65,7 +63,6 @@ class MXFP4ExpertsQuantizer(ExpertsQuantizer):
     # --- what transformers asks ---
 
     def validate_environment(self, *_: Any, **__: Any) -> None:
-        self._check_version("MXFP4ExpertsConfig")
         if not self.pre_quantized:
             raise ValueError(
                 "MXFP4ExpertsConfig: the checkpoint must be in MXFP4, and its config.json does not say so; for one with dense "
@@ -73,29 +70,21 @@ class MXFP4ExpertsQuantizer(ExpertsQuantizer):
             )
 
     def _process_model_before_weight_loading(self, model: Any, **others: Any) -> None:
-        self._shapes = {
-            (module, name): _expect(experts, name)
-            for module, experts in check_experts(model)
-            for name in weight_names(experts)
-        }
+        check_experts(model)
+        self._shapes = {(module, name): _expect(experts, name) for module, experts, name in expert_weights(model)}
         for _, experts in expert_modules(model):
             # transformers would draw new values for parameters that are not there yet.
             experts.__dict__["_is_hf_initialized"] = True
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
-        for module, experts in expert_modules(model):
-            for name in weight_names(experts):
-                _take(experts, module, name, self._shapes[module, name], model.config.dtype)
+        for module, experts, name in expert_weights(model):
+            _take(experts, module, name, self._shapes[module, name], model.config.dtype)
         return self._loaded(model)
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """With blocks and scales, on the host, in the place of what the experts keep; as it is where they are dense."""
         state = model.state_dict()
-        weights = {
-            (module, name): stored_weight(experts, name)
-            for module, experts in expert_modules(model)
-            for name in weight_names(experts)
-        }
+        weights = {(module, name): stored_weight(experts, name) for module, experts, name in expert_weights(model)}
         packed = {where: q for where, q in weights.items() if isinstance(q, NF4Tensor)}
         self._is_packed(model, *([f"{module}.{name}" for module, name in found] for found in (weights, packed)))
         for (module, name), q in packed.items():

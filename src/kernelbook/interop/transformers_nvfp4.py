@@ -11,8 +11,6 @@ expert's matrices come one by one. They are stacked as bytes, and each keeps the
 may have different ones, and nothing is rounded anew. (To divide is to multiply by the reciprocal, one rounding of float32.)
 Linear layers in NVFP4, of attention for one, stay packed too. ``save_pretrained`` gives the same bytes back, under the same
 names and with the same configuration; scales of activations and of a cache are kept for it, and not used.
-
-transformers must be 5.8 or newer.
 """
 
 import copy
@@ -29,7 +27,7 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.quantizers.auto import register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from kernelbook.interop.transformers_experts import check_experts, weight_names
+from kernelbook.interop.transformers_experts import check_experts, expert_weights
 from kernelbook.interop.transformers_quantizer import ExpertsQuantizer, stacks_experts
 from kernelbook.nf4 import NF4Tensor
 from kernelbook.nn.nf4_linear import NF4Linear
@@ -134,9 +132,6 @@ class NVFP4ExpertsQuantizer(ExpertsQuantizer):
 
     quantization_config: NVFP4ExpertsConfig  # type: ignore[assignment]
 
-    def validate_environment(self, *_: Any, **__: Any) -> None:
-        self._check_version("NVFP4ExpertsConfig")
-
     @property
     def layout(self) -> tuple[str, str, str]:
         return LAYOUTS[self.quantization_config.settings["quant_method"]]
@@ -147,13 +142,13 @@ class NVFP4ExpertsQuantizer(ExpertsQuantizer):
         kept_of_experts = {leaf for name in leaves if EXPERT.search(name) for leaf in leaves[name]} & KEPT
         self.leaves = (*self.layout, *sorted(kept_of_experts))
         self.places = []
-        for module, experts in check_experts(model):
+        check_experts(model)
+        for module, experts, name in expert_weights(model):
             if experts.is_transposed:
                 raise ValueError(f"from_pretrained: {module} must keep its experts as (E, N, K), got (E, K, N)")
-            for name in weight_names(experts):
-                e, n, k = getattr(experts, name).shape
-                parts = 2 if name == "gate_up_proj" else 1
-                self.places.append(_Place(module, name, f"{name}_", self.leaves, (e, parts), n // parts, k))
+            e, n, k = getattr(experts, name).shape
+            parts = 2 if name == "gate_up_proj" else 1
+            self.places.append(_Place(module, name, f"{name}_", self.leaves, (e, parts), n // parts, k))
         modules = dict(model.named_modules())
         for module in sorted(leaves.keys() & modules.keys()):
             kept = sorted(leaves[module].keys() & KEPT)

@@ -3,8 +3,7 @@
 Experts are quantized while they are read. Where a checkpoint keeps a tensor for each expert and projection, as most do, each
 is read, quantized into its place and dropped, so that the dense weights of no layer exist as a whole. Everything else of the
 model is loaded as transformers loads it. ``save_pretrained`` writes the packed bytes and the scales, and ``from_pretrained``
-reads them as they are; both need this module to be imported, which :mod:`kernelbook.interop.transformers` does. transformers
-must be 5.8 or newer.
+reads them as they are; both need this module to be imported, which :mod:`kernelbook.interop.transformers` does.
 """
 
 import copy
@@ -15,7 +14,6 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
-import transformers
 from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, WeightConverter
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
@@ -23,7 +21,13 @@ from transformers.quantizers.quantizers_utils import get_module_from_name
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from kernelbook import arguments, runtime
-from kernelbook.interop.transformers_experts import check_experts, expert_modules, is_experts, stored, weight_names
+from kernelbook.interop.transformers_experts import (
+    check_experts,
+    expert_weights,
+    is_experts,
+    stored,
+    weight_names,
+)
 from kernelbook.nf4 import BLOCK_SIZES, NF4, NF4Tensor, nf4_quantize
 from kernelbook.nn.parameters import store_parameter
 from kernelbook.packed import quantized_scales
@@ -66,10 +70,6 @@ class NF4ExpertsConfig(QuantizationConfigMixin):
 
 class ExpertsQuantizer(HfQuantizer):
     """What all of our quantizers answer to transformers alike."""
-
-    def _check_version(self, name: str) -> None:
-        if not hasattr(HfQuantizer, "update_weight_conversions"):
-            raise ImportError(f"{name}: transformers must be 5.8 or newer, got {transformers.__version__}")
 
     @property
     def is_trainable(self) -> bool:
@@ -135,11 +135,6 @@ class NF4ExpertsQuantizer(ExpertsQuantizer):
 
     quantization_config: NF4ExpertsConfig  # type: ignore[assignment]
 
-    # --- what transformers asks ---
-
-    def validate_environment(self, *_: Any, **__: Any) -> None:
-        self._check_version("NF4ExpertsConfig")
-
     def param_element_size(self, model: Any, param_name: str, param: torch.Tensor) -> float:
         """Bytes, by which transformers takes memory beforehand: by those of the dense form it would need that much."""
         if self.param_needs_quantization(model, param_name):
@@ -165,30 +160,24 @@ class NF4ExpertsQuantizer(ExpertsQuantizer):
         return [_streaming(converter) or converter for converter in weight_conversions]
 
     def _process_model_before_weight_loading(self, model: Any, **others: Any) -> None:
-        for _, experts in check_experts(model):
+        check_experts(model)
+        for _, experts, name in expert_weights(model):
             if self.pre_quantized:
-                for name in weight_names(experts):
-                    weight = getattr(experts, name)
-                    store_parameter(experts, name, _empty(weight, self.quantization_config))
+                store_parameter(experts, name, _empty(getattr(experts, name), self.quantization_config))
             # transformers would draw new values for what it does not know, through the dense form.
             experts.__dict__["_is_hf_initialized"] = True
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
-        for name, experts in expert_modules(model):
-            for weight in weight_names(experts):
-                if not isinstance(stored(experts, weight), NF4Tensor) or not self._has_come(experts, weight):
-                    raise ValueError(
-                        f"from_pretrained: {name}.{weight} must be in the checkpoint, and it is not, or in another shape"
-                    )
+        for module, experts, name in expert_weights(model):
+            if not isinstance(stored(experts, name), NF4Tensor) or not self._has_come(experts, name):
+                raise ValueError(
+                    f"from_pretrained: {module}.{name} must be in the checkpoint, and it is not, or in another shape"
+                )
         return self._loaded(model)
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[None, dict[str, Any]]:
         """As it is, packed or dense."""
-        weights = {
-            f"{module}.{name}": stored(experts, name)
-            for module, experts in expert_modules(model)
-            for name in weight_names(experts)
-        }
+        weights = {f"{module}.{name}": stored(experts, name) for module, experts, name in expert_weights(model)}
         self._is_packed(model, weights, [name for name, weight in weights.items() if isinstance(weight, NF4Tensor)])
         return None, {}
 
