@@ -21,13 +21,7 @@ from transformers.quantizers.quantizers_utils import get_module_from_name
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from kernelbook import arguments, runtime
-from kernelbook.interop.transformers_experts import (
-    check_experts,
-    expert_weights,
-    is_experts,
-    stored,
-    weight_names,
-)
+from kernelbook.interop.transformers_experts import check_experts, expert_weights, is_experts, stored, weight_names
 from kernelbook.nf4 import BLOCK_SIZES, NF4, NF4Tensor, nf4_quantize
 from kernelbook.nn.parameters import store_parameter
 from kernelbook.packed import quantized_scales
