@@ -354,7 +354,7 @@ def test_another_layout_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer.ParamWrapper, "get_delta_weight", lambda self, name: 2 * real(self, name))
     interop_peft._probe.cache_clear()
     try:
-        with pytest.raises(ImportError, match=r"as in PEFT 0\.18 to 0\.21, and in PEFT .* another layout"):
+        with pytest.raises(ImportError, match=r"as in PEFT 0\.20 and 0\.21, and in PEFT .* another layout"):
             interop.use_kernels(model)
     finally:
         interop_peft._probe.cache_clear()

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from kernelbook import runtime  # before Triton, which it sets up
 from kernelbook.attention import flash_attention
 from kernelbook.linear import linear
+from kernelbook.nn.made_again import MadeAgain
 from kernelbook.tensors import has_values
 
 __all__ = [
@@ -69,28 +70,18 @@ class _OwnProducts(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _WithLinear(torch.nn.Module):
+class _WithLinear(MadeAgain):
     """The forward pass of a class that multiplies by a weight of its own, such as a router's."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with runtime.same_bits(), _OwnProducts():
             return super().forward(*args, **kwargs)  # type: ignore[misc]
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle finds classes by their names, which this one does not have: it is made again."""
-        reduced: Any = super().__reduce_ex__(protocol)
-        return _new, (type(self).__bases__[1],), *reduced[2:]
-
 
 @functools.cache
 def with_linear(kind: Any) -> type[torch.nn.Module]:
     """Return the class with its products by :func:`linear`."""
-    return type(kind.__name__, (_WithLinear, kind), {"__module__": __name__})
-
-
-def _new(kind: Any) -> torch.nn.Module:
-    made = with_linear(kind)
-    return made.__new__(made)
+    return type(kind.__name__, (_WithLinear, kind), {"__module__": __name__, "make": with_linear})
 
 
 # --- attention of padded and packed batches --------------------------------------------------------------------------
