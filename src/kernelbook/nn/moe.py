@@ -16,8 +16,6 @@ from kernelbook.nn.experts import (
 )
 from kernelbook.nn.parameters import (
     NF4Parametrization,
-    _parametrized,  # noqa: F401 - what was pickled when it stood here
-    _Stack,  # noqa: F401
     quantizable,
     quantize_parameter,
     store_parameter,
