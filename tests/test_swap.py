@@ -199,7 +199,7 @@ def test_what_is_left_and_what_is_said(capsys: pytest.CaptureFixture[str]) -> No
             return super().forward(input) + 1
 
     model = nn.ModuleDict(
-        {"two": nn.LayerNorm((3, 4)), "own": Own(8), "ours": kb_nn.LayerNorm(8), "wide": nn.MultiheadAttention(600, 2)}
+        {"two": nn.RMSNorm((3, 4)), "own": Own(8), "ours": kb_nn.LayerNorm(8), "wide": nn.MultiheadAttention(600, 2)}
     )
     done = swap(model)
     assert not done.changed and set(done.left) == {"two", "own", "wide"}
