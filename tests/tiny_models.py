@@ -1,9 +1,12 @@
 """Small random mixture-of-experts models of transformers, for the tests of interop."""
 
 import copy
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -138,6 +141,59 @@ def losses(model: Any, ids: torch.Tensor, steps: int = 3) -> list[float]:
         optimizer.step()
         losses.append(loss.item())
     return losses
+
+
+def with_lora(model: Any, rank: int = 3, **changes: Any) -> Any:
+    """LoRA on all experts and on the attention's queries; its B is random too, else the adapter would do nothing."""
+    import peft
+
+    options: dict[str, Any] = {
+        "target_parameters": interop.expert_parameters(model), "target_modules": ["q_proj"], "lora_alpha": 6,
+        "init_lora_weights": False,
+    }  # fmt: skip
+    torch.manual_seed(1)
+    return peft.get_peft_model(model, peft.LoraConfig(r=rank, **{**options, **changes}))
+
+
+def pairs(model: Any) -> dict[tuple[str, ...], torch.nn.Parameter]:
+    """By what they are for: around packed parameters PEFT nests its wrappers in another order."""
+    found = {}
+    for name, module in model.named_modules():
+        for part in ("lora_A", "lora_B"):
+            if hasattr(module, part):
+                where = name.replace(".base_layer", ""), getattr(module, "parameter_name", ""), part
+                found[where] = getattr(module, part)["default"].weight
+    return found
+
+
+def with_equal_pairs(model: Any, dense: Any) -> tuple[Any, Any]:
+    """Both with LoRA, if they have none, and the pairs of the first in the second."""
+    model, dense = (each if pairs(each) else with_lora(each) for each in (model, dense))
+    ours, theirs = pairs(model), pairs(dense)
+    assert ours.keys() == theirs.keys() and ours
+    for where, pair in ours.items():
+        theirs[where].data.copy_(pair)
+    return model, dense
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    """All that a checkpoint holds."""
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        found |= load_file(path)
+    return found
+
+
+def write_checkpoint(folder: Path, tensors: dict[str, torch.Tensor], **settings: Any) -> None:
+    """Two shards in the place of those that are there, and more settings in ``config.json``."""
+    for path in folder.glob("*.safetensors"):
+        path.unlink()
+    shards = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(tensors)}
+    for shard in set(shards.values()):
+        save_file({name: tensors[name] for name in tensors if shards[name] == shard}, folder / shard, {"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": shards}))
+    written = json.loads((folder / "config.json").read_text()) | settings
+    (folder / "config.json").write_text(json.dumps(written))
 
 
 def dequantized(name: str, quantized: Any, **changes: Any) -> Any:
