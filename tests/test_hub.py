@@ -12,7 +12,7 @@ import torch
 from programs import program
 from tensors import randn
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, GptOssConfig, MistralConfig, MistralForCausalLM
+from transformers import GptOssConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gpt_oss import modeling_gpt_oss
@@ -51,15 +51,8 @@ def test_what_is_in_it(repositories: list[Path]) -> None:
     folder = repositories[0]
     settings = (folder / "build.toml").read_text().splitlines()
     assert {"[general]", 'name = "kernelbook"', "version = 1", "[torch-noarch]"} <= set(settings)
-    for name in (
-        "CARD.md",
-        "LICENSE",
-        "flake.nix",
-        "example.py",
-        "tests/test_kernelbook.py",
-        "benchmarks/benchmark.py",
-    ):
-        assert (folder / name).is_file(), name
+    names = ("CARD.md", "LICENSE", "flake.nix", "example.py", "tests/test_kernelbook.py", "benchmarks/benchmark.py")
+    assert all((folder / name).is_file() for name in names)
     package = folder / "torch-ext" / "kernelbook"
     for path in package.rglob("*.py"):
         source = path.read_text()
@@ -171,13 +164,8 @@ def attention(loaded: list[Any]) -> Iterator[str]:
 
 
 def test_gpt2(kernels: Any, repositories: list[Path], attention: str) -> None:
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=31, n_positions=16, n_embd=24, n_layer=1, n_head=3, initializer_range=0.2,
-        bos_token_id=0, eos_token_id=0, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0,
-    )  # fmt: skip
-    model = GPT2LMHeadModel(config).to(runtime.DEVICE)
-    x = randn(2, 9, 24)
+    model = tiny_models.attention_model("gpt2", n_layer=1).train()
+    x = randn(2, 9, 32)
     plain = _run(model, x)
     exact = _run(model.double(), x.double())
     model.float().set_attn_implementation(attention)
@@ -240,25 +228,15 @@ def test_gpt_oss(kind: str, kernels: Any, repositories: list[Path], loaded: list
 @pytest.mark.parametrize("padded", (False, True))
 def test_windows_and_padding(window: int | None, padded: bool, loaded: list[Any], attention: str) -> None:
     """They are in the masks of the mask function that has to be registered; with another one, or none, a call is an error."""
-    torch.manual_seed(0)
-    config = MistralConfig(
-        vocab_size=31, hidden_size=24, intermediate_size=24, num_hidden_layers=1, num_attention_heads=3,
-        num_key_value_heads=1, head_dim=8, initializer_range=0.2, sliding_window=window,
-    )  # fmt: skip
-    model = MistralForCausalLM(config).to(runtime.DEVICE).eval()
-    model.set_attn_implementation("eager")
-    ids = torch.randint(1, 31, (2, 9), device=runtime.DEVICE)
+    model, ids = (
+        tiny_models.attention_model("mistral", num_hidden_layers=1, sliding_window=window),
+        tiny_models.tokens(),
+    )
     kept = torch.ones_like(ids, dtype=torch.bool)
     kept[1, :4] = not padded
     with torch.no_grad():
         expected = model(ids, attention_mask=kept).logits
-        greedy = {
-            "attention_mask": kept,
-            "max_new_tokens": 4,
-            "do_sample": False,
-            "pad_token_id": 0,
-            "eos_token_id": 99,
-        }
+        greedy = {"attention_mask": kept, "max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
         tokens = model.generate(ids, **greedy)
         model.set_attn_implementation(attention)
         assert torch.equal(model.generate(ids, **greedy), tokens)
