@@ -164,7 +164,7 @@ class Weights:
             found += [getattr(module, "lora_a", None), getattr(module, "lora_b", None)]
         return [p for p in found if p is not None and p.requires_grad]
 
-    def value(self, name: str, dtype: torch.dtype | None, leaves: dict[int, torch.Tensor]) -> torch.Tensor | None:
+    def value(self, name: str, dtype: torch.dtype | None, leaves: dict[int, torch.Tensor]) -> Any:
         """The tensor in ``dtype``, or in its own; ``leaves`` takes up what gradients are asked for."""
         module, leaf, _ = self.place(name)
         if leaf in module._buffers:

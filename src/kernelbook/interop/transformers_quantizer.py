@@ -11,7 +11,7 @@ import dataclasses
 import math
 import weakref
 from collections.abc import Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, WeightConverter
@@ -26,7 +26,16 @@ from kernelbook.nf4 import BLOCK_SIZES, NF4, NF4Tensor, nf4_quantize
 from kernelbook.nn.parameters import store_parameter
 from kernelbook.packed import quantized_scales
 
-__all__ = ["METHOD", "ExpertsQuantizer", "NF4ExpertsConfig", "NF4ExpertsQuantizer", "stacks_experts"]
+__all__ = [
+    "METHOD",
+    "ExpertsQuantizer",
+    "NF4ExpertsConfig",
+    "NF4ExpertsQuantizer",
+    "Place",
+    "expect",
+    "stacks_experts",
+    "taken",
+]
 
 METHOD = "kernelbook_nf4_experts"  # the name in a model's config.json
 NESTED_BLOCK = 256
@@ -183,6 +192,41 @@ class NF4ExpertsQuantizer(ExpertsQuantizer):
         return all(getattr(part, "_is_hf_initialized", False) and not part.is_meta for part in parts)
 
 
+# --- the places of what is read as it is ------------------------------------------------------------------------------
+
+
+class Place(NamedTuple):
+    """Where a packed parameter's tensors are read: ``name`` of ``module``, and their dtypes and shapes by their names there."""
+
+    module: str
+    name: str
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]  # of a scalar at least these dimensions
+
+
+def expect(module: Any, place: Place) -> None:
+    """Puts buffers without storage in the place of a dense parameter, for transformers to fill."""
+    delattr(module, place.name)
+    for name, (dtype, shape) in place.tensors.items():
+        module.register_buffer(name, torch.empty(shape, dtype=dtype, device="meta"))
+    # transformers would draw new values for parameters that are not there yet.
+    module.__dict__["_is_hf_initialized"] = True
+
+
+def taken(module: Any, place: Place) -> list[torch.Tensor]:
+    """What was read, out of the buffers, which are gone. Raises ``ValueError`` for what is missing."""
+    read = []
+    for name, (_, shape) in place.tensors.items():
+        value = getattr(module, name)
+        if value.is_meta or not getattr(value, "_is_hf_initialized", False) or value.shape[: len(shape)] != shape:
+            raise ValueError(
+                f"from_pretrained: {place.module}.{name} must be in the checkpoint, and it is not, or in another shape"
+            )
+        delattr(module, name)
+        read.append(value)
+    module.register_parameter(place.name, None)
+    return read
+
+
 # --- the conversion -------------------------------------------------------------------------------------------------
 
 
@@ -213,17 +257,7 @@ class _Filling:
 
 def _empty(weight: torch.Tensor, config: NF4ExpertsConfig) -> NF4Tensor:
     """The 4-bit form of a parameter without storage, without storage."""
-    meta = torch.device("meta")
-    q = _Filling(tuple(weight.shape), config, meta, weight.dtype)
-    plain: Any = {"dtype": torch.float32, "device": meta}  # while a model is loaded the default is the model's dtype
-    code = torch.empty(16, **plain)
-    if not config.double_quant:
-        return NF4Tensor(q.packed, q.absmax, q.shape, config.block_size, code, NF4.name, weight.dtype)
-    blocks = q.absmax.numel()
-    return NF4Tensor(
-        q.packed, torch.empty(blocks, dtype=torch.uint8, device=meta), q.shape, config.block_size, code, NF4.name,
-        weight.dtype, torch.empty(-(-blocks // NESTED_BLOCK), **plain), torch.empty(256, **plain), torch.empty((), **plain),
-    )  # fmt: skip
+    return _Filling(tuple(weight.shape), config, torch.device("meta"), weight.dtype).tensor()
 
 
 def _take(model: Any, full_name: str, q: NF4Tensor, missing: set[str] | None) -> dict[str, torch.Tensor]:
