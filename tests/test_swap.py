@@ -26,43 +26,12 @@ from kernelbook.interop import rotary, transformers_attention
 from kernelbook.nn import swap
 
 
-class ViT(nn.Module):
-    """A vision transformer with the modules that torchvision's is made of."""
-
-    class Block(nn.Module):
-        def __init__(self, width: int, heads: int) -> None:
-            super().__init__()
-            self.ln_1 = nn.LayerNorm(width, eps=1e-6)
-            self.self_attention = nn.MultiheadAttention(width, heads, batch_first=True)
-            self.ln_2 = nn.LayerNorm(width, eps=1e-6)
-            self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = self.ln_1(x)
-            x = x + self.self_attention(y, y, y, need_weights=False)[0]
-            return x + self.mlp(self.ln_2(x))
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv_proj = nn.Conv2d(3, 24, kernel_size=4, stride=4)
-        self.positions = nn.Parameter(torch.randn(1, 10, 24))
-        self.class_token = nn.Parameter(torch.randn(1, 1, 24))
-        self.layers = nn.Sequential(*(self.Block(24, 3) for _ in range(2)))
-        self.ln = nn.LayerNorm(24, eps=1e-6)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        x = self.conv_proj(images).flatten(2).mT
-        x = torch.cat([self.class_token.expand(len(x), -1, -1), x], dim=1) + self.positions
-        return self.ln(self.layers(x))[:, 0]
-
-
 def _encoder(**changes: Any) -> nn.Module:
     options = {"d_model": 24, "nhead": 4, "dim_feedforward": 32, "dropout": 0.0, "batch_first": True, **changes}
     return nn.TransformerEncoderLayer(**options)
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor], dict[str, int]]] = {
-    "vit": (ViT, lambda: randn(2, 3, 12, 12), {"LayerNorm": 5, "MultiheadAttention": 2}),
     "encoder layer": (_encoder, lambda: randn(2, 7, 24), {"LayerNorm": 2, "MultiheadAttention": 1}),
     "sequence first": (
         lambda: _encoder(batch_first=False, norm_first=True, bias=False),
