@@ -9,13 +9,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from kernelbook.interop.transformers_experts import is_experts, stored
 from kernelbook.nf4 import NF4Tensor, nested_absmax_reference, nf4_dequantize_reference
 from kernelbook.nn.experts import Float8Tensor
 from kernelbook.nn.parameters import is_stored_transposed, stored_weight
-
-
-def is_experts(module: nn.Module) -> bool:
-    return all(hasattr(module, flag) for flag in ("has_gate", "is_transposed", "_apply_gate"))
 
 
 def layers_of(module: nn.Module, name: str = "", in_list: bool = False) -> Iterator[tuple[str, nn.Module]]:
@@ -196,8 +193,6 @@ class Weights:
         """The weight as it is stored."""
         module, leaf, _ = self.place(name)
         if is_experts(module):
-            from kernelbook.interop.transformers_experts import stored
-
             return stored(module, leaf)
         weight: Any = stored_weight(module, leaf)
         if hasattr(weight, "quant_state"):  # bitsandbytes' linear layers
