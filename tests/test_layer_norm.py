@@ -223,9 +223,9 @@ def test_a_module_trains_like_pytorchs() -> None:
             optimizer.step()
         losses.append(loss.detach())
     torch.testing.assert_close(*losses)
-    with pytest.raises(ValueError, match=r"LayerNorm: normalized_shape must name one dimension, got \(2, 3\)"):
-        LayerNorm([2, 3])
-    with pytest.raises(ValueError, match=r"LayerNorm: input must have shape \(..., 24\), got \(2, 3\)"):
+    several, x = LayerNorm([2, 3]), randn(4, 2, 3)
+    torch.testing.assert_close(several.to(x.device)(x), F.layer_norm(x, (2, 3)))
+    with pytest.raises(ValueError, match=r"normalized_shape must be how the shape of x ends, \(2, 3\), got \(24,\)"):
         ours(randn(2, 3))
 
 

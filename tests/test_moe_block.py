@@ -341,6 +341,9 @@ def _compressed(kind: str, weight: torch.Tensor) -> tuple[Any, torch.Tensor]:
     if kind == "nf4":
         q = nf4_quantize(weight, block_size=32, double_quant=True)
         return q, nf4_dequantize(q, dtype=weight.dtype)
+    if kind == "mxfp4":
+        q = fp4_quantize(weight)
+        return q, nf4_dequantize(q, dtype=weight.dtype)
     block = (8, 4)
     experts, rows, cols = weight.shape
     scale = torch.rand(experts, -(-rows // 8), -(-cols // 4), device=DEVICE) + 0.5
@@ -766,7 +769,7 @@ def _large(tokens: int, dtype: torch.dtype = torch.bfloat16) -> tuple[dict[str, 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", (1, 16, 300))
-@pytest.mark.parametrize("kind", ("dense", "nf4", "float8"))
+@pytest.mark.parametrize("kind", ("dense", "nf4", "mxfp4", "float8"))
 def test_large_blocks(tokens: int, kind: str) -> None:
     inputs, ids = _large(tokens)
     weights: dict[str, Any] = {name: inputs.pop(name) for name in ("gate_up", "down")}

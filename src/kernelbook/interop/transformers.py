@@ -16,12 +16,13 @@ After :func:`register`, ``model.set_experts_implementation("kernelbook")`` selec
 experts are used as they are, see :mod:`kernelbook.interop.peft`.
 """
 
-import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 from torch.nn.utils import parametrize
+from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from kernelbook import runtime
 from kernelbook.interop import base_model
@@ -31,7 +32,7 @@ from kernelbook.interop.transformers_experts import (
     NAME,
     check_experts,
     expert_modules,
-    interface,
+    expert_weights,
     is_experts,
     is_transposed,
     stored,
@@ -81,17 +82,9 @@ if not TYPE_CHECKING:
 
 
 def register() -> None:
-    """Adds ``"kernelbook"`` to transformers' experts implementations; a second call changes nothing.
-
-    Raises:
-        ImportError: this version of transformers has another interface.
-    """
-    interface().register(NAME, experts_forward)
-    with contextlib.suppress(ImportError, AttributeError):
-        from transformers.integrations import finegrained_fp8
-
-        # Experts in float8 have a table of their own.
-        finegrained_fp8.ALL_FP8_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+    """Adds ``"kernelbook"`` to transformers' experts implementations; a second call changes nothing."""
+    ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+    ALL_FP8_EXPERTS_FUNCTIONS.register(NAME, experts_forward)  # experts in float8 have a table of their own
 
 
 def use_kernels(model: Any) -> Any:
@@ -179,11 +172,8 @@ def expert_parameters(model: torch.nn.Module) -> list[str]:
 
     They are the names in the transformers model, whatever PEFT has wrapped around it and in it.
     """
-    return [
-        f"{name.replace('.base_layer', '')}.{weight}"
-        for name, experts in expert_modules(base_model(model))
-        for weight in weight_names(experts)
-    ]
+    found = expert_weights(base_model(model))
+    return [f"{module.replace('.base_layer', '')}.{name}" for module, _, name in found]
 
 
 def quantize_experts(model: torch.nn.Module, *, block_size: int = 64, double_quant: bool = False) -> int:
@@ -198,21 +188,17 @@ def quantize_experts(model: torch.nn.Module, *, block_size: int = 64, double_qua
     pass and keep them for the backward pass.
 
     Raises:
-        ImportError, ValueError: as :func:`check_experts`; or weights that are compressed already. Nothing is changed.
+        ValueError: as :func:`check_experts`; or weights that are compressed already. Nothing is changed.
     """
-    found = check_experts(model)
-    for name, experts in found:
-        for weight in weight_names(experts):
-            if parametrize.is_parametrized(experts, weight) or getattr(experts, weight).element_size() == 1:
-                raise ValueError(f"quantize_experts: {name}.{weight} must be dense, but it is compressed already")
-            quantizable(experts, weight, block_size)
+    check_experts(model)
+    for module, experts, name in expert_weights(model):
+        if parametrize.is_parametrized(experts, name) or getattr(experts, name).element_size() == 1:
+            raise ValueError(f"quantize_experts: {module}.{name} must be dense, but it is compressed already")
+        quantizable(experts, name, block_size)
     saved = 0
-    for _, experts in found:
-        for weight in weight_names(experts):
-            before = getattr(experts, weight).nbytes
-            saved += (
-                before - quantize_parameter(experts, weight, block_size=block_size, double_quant=double_quant).nbytes
-            )
+    for _, experts, name in expert_weights(model):
+        saved += getattr(experts, name).nbytes
+        saved -= quantize_parameter(experts, name, block_size=block_size, double_quant=double_quant).nbytes
     base = base_model(model)
     if isinstance(base, transformers.PreTrainedModel):
         settings = NF4ExpertsConfig(double_quant, block_size)
