@@ -4,12 +4,11 @@ import contextlib
 import glob
 import os
 import tempfile
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["kept", "replacing", "sweep"]
+__all__ = ["replacing", "sweep"]
 
 
 @contextlib.contextmanager
@@ -36,20 +35,3 @@ def sweep(path: Path) -> None:
     """Remove what processes that were killed within :func:`replacing` have left beside ``path``."""
     for left in path.parent.glob(f"{glob.escape(path.name)}*.tmp"):
         left.unlink(missing_ok=True)
-
-
-def kept(path: Path, make: Callable[[], Any], read: Callable[[Path], Any], write: Callable[[Any, Any], object]) -> Any:
-    """Return what ``make()`` returns, kept in a file for the next time.
-
-    A file that cannot be read (``read(path)`` raises) is made anew; where none can be written there is a warning.
-    """
-    if path.exists():
-        with contextlib.suppress(OSError, EOFError, ValueError, IndexError):
-            return read(path)
-    made = make()
-    try:
-        with replacing(path) as file:
-            write(file, made)
-    except OSError as error:
-        warnings.warn(f"{path} cannot be kept for the next time ({error}); see KERNELBOOK_CACHE", stacklevel=2)
-    return made

@@ -62,7 +62,7 @@ class TrainConfig:
     Attributes:
         width, depth, heads, context, chunk_size, sparse_layers, attention, activation: as in :class:`kernelbook.nn.GPTConfig`.
         task: ``"text"``, ``"copy"`` or ``"recall"``.
-        corpus, encoding, vocab_size: as in :class:`TextData`.
+        corpus, vocab_size: as in :class:`TextData`.
         batch_size: sequences in a step.
         steps: optimizer steps.
         seed: of the first weights, the data and the schedulers.
@@ -96,7 +96,6 @@ class TrainConfig:
     activation: str = "gelu"
     task: str = "text"
     corpus: str = "stdlib"
-    encoding: str = "book"
     vocab_size: int = 4096
     batch_size: int = 16
     steps: int = 1000
@@ -204,7 +203,7 @@ def make_data(config: TrainConfig) -> Data:
     shape: dict[str, Any] = {"batch_size": config.batch_size, "context": config.context, "seed": config.seed}
     if config.task != "text":
         return CopyData(config.task, **shape)
-    return TextData(config.corpus, encoding=config.encoding, vocab_size=config.vocab_size, **shape)
+    return TextData(config.corpus, vocab_size=config.vocab_size, **shape)
 
 
 @contextlib.contextmanager
