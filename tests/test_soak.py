@@ -47,7 +47,7 @@ def _child(out: str, phase: str, limit: str) -> int:
     class Checkpoint(io.FileIO):
         def write(self, data: Any) -> int:
             seen["bytes"] += len(data)
-            if seen["files"] == 2 and seen["bytes"] > 90000 and phase == "half written":
+            if seen["files"] == 2 and seen["bytes"] > 20000 and phase == "half written":
                 super().write(bytes(data)[: len(data) // 2])
                 die_in("half written")
             return super().write(data)
