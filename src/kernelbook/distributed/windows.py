@@ -30,8 +30,7 @@ import torch
 import torch.distributed as dist
 
 from kernelbook.distributed import kernels
-from kernelbook.distributed.exchange import _bits, _block, _combine, _place, _power
-from kernelbook.launch import Launch, launcher
+from kernelbook.distributed.exchange import _bits, _combine, _launch, _place, _sizes
 from kernelbook.tensors import check_versions, with_versions
 
 __all__ = ["Windows", "exchange_shared", "windows_of"]
@@ -216,29 +215,11 @@ class _WindowDispatchPlan:
         return found
 
 
-@functools.cache
-def _put_launch(has_ids: bool, top_k: int, hidden: int) -> Launch:
-    blocks = {"BLOCK_K": _power(top_k), "BLOCK_H": _block(hidden)}
-    return launcher(kernels._put_kernel, HAS_IDS=has_ids, k=top_k, **blocks, num_warps=kernels.WARPS)
-
-
-@functools.cache
-def _take_launch(has_ids: bool, top_k: int, hidden: int) -> Launch:
-    blocks = {"BLOCK_K": _power(top_k), "BLOCK_H": _block(hidden)}
-    return launcher(kernels._take_kernel, HAS_IDS=has_ids, k=top_k, **blocks, num_warps=kernels.WARPS)
-
-
-@functools.cache
-def _give_launch(has_weights: bool, top_k: int, hidden: int) -> Launch:
-    blocks = {"BLOCK_K": _power(top_k), "BLOCK_H": _block(hidden)}
-    return launcher(kernels._give_kernel, HAS_WEIGHTS=has_weights, k=top_k, **blocks, num_warps=kernels.WARPS)
-
-
 def _put(plan: _WindowDispatchPlan, layout: _Layout, x: torch.Tensor, gates: torch.Tensor | None) -> None:
     """Rows, and with ``gates`` weights and ids, into window 0 of the ranks that they visit."""
     (tokens, top_k), hidden, windows = plan.ids.shape, x.shape[1], plan.windows
     if tokens:
-        launch = _put_launch(gates is not None, top_k, hidden)
+        launch = _launch("_put_kernel", HAS_IDS=gates is not None, **_sizes(top_k, hidden))
         launch(
             (tokens,), _bits(x), None if gates is None else _bits(gates), plan.ids, plan.places, windows.addresses[0],
             windows.rank, layout.capacity, plan.share, windows.ranks, plan.num_experts, hidden, layout.rows, layout.weights,
@@ -263,7 +244,7 @@ def _take(
         plan.counts = torch.empty(windows.ranks, dtype=torch.int32, device=like.device)
         counts = windows.view(0, 0, (windows.ranks,), torch.int32)
     if count:
-        launch = _take_launch(gates is not None, top_k, hidden)
+        launch = _launch("_take_kernel", HAS_IDS=gates is not None, **_sizes(top_k, hidden))
         given: tuple[Any, ...] = (None, None, None, None)
         if gates is not None and weights is not None:
             shape = (count, top_k)
@@ -280,7 +261,7 @@ def _give(plan: _WindowDispatchPlan, layout: _Layout, rows: torch.Tensor, weight
     """Rows (n C, H), and weights (n C, k), into window 1 of the ranks where their tokens came from."""
     top_k, hidden, windows = plan.ids.shape[1], rows.shape[1], plan.windows
     if layout.capacity:
-        launch = _give_launch(weights is not None, top_k, hidden)
+        launch = _launch("_give_kernel", HAS_WEIGHTS=weights is not None, **_sizes(top_k, hidden))
         launch(
             (windows.ranks * layout.capacity,), _bits(rows), None if weights is None else _bits(weights), plan.counts,
             windows.addresses[1], windows.rank, layout.capacity, hidden, layout.rows, layout.weights,
