@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from kernelbook.distributed import kernels
 from kernelbook.distributed.exchange import _bits, _combine, _launch, _place, _sizes
 from kernelbook.tensors import check_versions, with_versions
 
@@ -75,7 +74,6 @@ class Windows:
         # Two numbers of each rank: the call and its tokens, in turns. A third call begins when all have read the first.
         self._told = [memoryview(part.numpy()).cast("q") for part in self._mapped(16)]  # type: ignore[arg-type]
         self._before: list[Any] = []
-        self._views: dict[tuple[Any, ...], torch.Tensor] = {}
         self.memory: torch.Tensor
         self.addresses: tuple[torch.Tensor, torch.Tensor]  # (n,) int64, by window
         self.barrier: Callable[[], None]
@@ -89,7 +87,6 @@ class Windows:
                 "ExpertParallel(waits=False): call the layer once with as many tokens before a graph is captured"
             )
         self.size = max(size, 2 * self.size)
-        self._views.clear()
         begin = self._on_gpus() if self.device.type == "cuda" else self._on_cpus()
         table = torch.tensor([begin, [at + self.size for at in begin]], dtype=torch.int64, device=self.device)
         self.addresses = table[0], table[1]
@@ -149,14 +146,8 @@ class Windows:
 
     def view(self, window: int, at: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return a part of this rank's own window."""
-        found = self._views.get((window, at, shape, dtype))
-        if found is None:
-            if len(self._views) >= 4096:
-                self._views.clear()
-            begin = window * self.size + at
-            bytes_of = self.memory[begin : begin + math.prod(shape) * dtype.itemsize]
-            found = self._views[window, at, shape, dtype] = bytes_of.view(dtype).view(shape)
-        return found
+        begin = window * self.size + at
+        return self.memory[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
 _found: "weakref.WeakKeyDictionary[dist.ProcessGroup, Windows | None]" = weakref.WeakKeyDictionary()
