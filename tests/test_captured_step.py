@@ -3,6 +3,7 @@ or, where a test asks for it, in graphs that are emulated.
 """
 
 import collections
+import contextlib
 import copy
 import gc
 import random
@@ -319,15 +320,9 @@ def test_a_sparse_gradient_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         embedding = nn.Embedding(8, 4, sparse=True).to(runtime.DEVICE)
         optimizer = torch.optim.SparseAdam(embedding.parameters())
         step = CapturedStep(embedding, optimizer, loss=lambda m, x: m(x).square().sum(), accumulate=2, capture=captured)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore" if not captured else "default")
-            if captured:
-                with pytest.warns(
-                    UserWarning, match="CapturedStep: goes on without a CUDA graph: a gradient is sparse"
-                ):
-                    step(torch.tensor([1, 2]))
-            else:
-                step(torch.tensor([1, 2]))
+        message = "CapturedStep: goes on without a CUDA graph: a gradient is sparse"
+        with pytest.warns(UserWarning, match=message) if captured else contextlib.nullcontext():
+            step(torch.tensor([1, 2]))
         for i in range(7):
             step(torch.tensor([i % 3, 2]))
         weights.append(embedding.weight.detach())
@@ -425,45 +420,9 @@ def test_random_numbers_are_those_of_the_loop_and_leave_the_generator_where_it_l
     assert_same_weights(first, second)
 
 
-@pytest.mark.gpu
-def test_dropout_draws_anew_in_each_replay() -> None:
-    model = made(lambda: Net(dropout=0.5))
-    step = CapturedStep(model, torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0))
-    [batch] = batches(1)
-    losses = {step(**batch).item() for _ in range(10)}
-    assert_captured(step, 1)
-    assert len(losses) == 10
-
-
 def test_a_generator_that_is_stashed_is_named() -> None:
     with _no_stashed_generator(), pytest.raises(RuntimeError, match="cannot be set back in a graph"):
         torch.cuda.get_rng_state()
-
-
-@pytest.mark.gpu
-def test_a_changed_setting_is_captured_anew() -> None:
-    data, model = batches(8), made(Net)
-    step = CapturedStep(model, adam(model))
-    for batch in data:
-        step(**batch)
-    step.optimizer.param_groups[0]["weight_decay"] = 0.5
-    for batch in data:
-        step(**batch)
-    assert_captured(step, 2)
-    model.eval()
-    for batch in data:
-        step(**batch)
-    assert_captured(step, 3)
-
-
-def test_an_outer_autocast_is_kept() -> None:
-    model, seen = made(Net), []
-    model.inner.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
-    step = CapturedStep(model, adam(model))
-    with torch.autocast(runtime.DEVICE.type, torch.bfloat16):
-        step(**batches(1)[0])
-    step(**batches(1)[0])
-    assert seen == [torch.bfloat16, torch.float32]
 
 
 def test_copies_of_the_optimizer_and_the_model() -> None:
@@ -663,27 +622,17 @@ def other_storage(t: torch.Tensor) -> None:
 CHANGES: dict[str, Callable[[Settings], object]] = {
     "a number": lambda m: setattr(m, "rate", 0.25),
     "a tensor where a number was, of the same value": lambda m: setattr(m, "rate", torch.tensor(0.5)),
-    "none becomes a number": lambda m: setattr(m, "none", 0),
     "a new attribute": lambda m: setattr(m, "other", 1),
-    "an attribute less": lambda m: delattr(m, "rate"),
     "a part of a list": lambda m: m.names.__setitem__(0, "b"),
-    "a longer list": lambda m: m.names.append("b"),
-    "a part of a dictionary": lambda m: m.sizes.update(a=2),
     "another name in a dictionary": lambda m: m.sizes.update(b=m.sizes.pop("a")),
     "a dictionary that was empty": lambda m: m.empty.update(a=2),
     "a long list becomes short": lambda m: m.long.pop(),
     "another tensor": lambda m: setattr(m, "table", torch.zeros(3)),
-    "other storage of a tensor": lambda m: other_storage(m.table),
     "other storage of a weight": lambda m: other_storage(m.inner[0].weight),
-    "other storage of a buffer": lambda m: other_storage(m.mean),
     "another weight": lambda m: setattr(m.inner[0], "bias", nn.Parameter(torch.zeros(3))),
-    "no bias": lambda m: setattr(m.inner[0], "bias", None),
     "a frozen weight": lambda m: m.inner[0].weight.requires_grad_(False),
-    "a new weight": lambda m: m.register_parameter("w", nn.Parameter(torch.zeros(1))),
     "a mode": lambda m: m.inner[1].eval(),
-    "a rate of a part": lambda m: setattr(m.inner[1], "p", 0.1),
     "another module": lambda m: m.inner.__setitem__(1, nn.Identity()),
-    "a module more": lambda m: m.inner.append(nn.ReLU()),
     "a module where there was none": lambda m: m.inner[1].add_module("part", nn.ReLU()),
     "a hook": lambda m: m.inner[0].register_forward_hook(lambda *_: None),
     "a configuration": lambda m: setattr(m.config, "cap", 2.0),
@@ -722,21 +671,6 @@ def test_the_state_of_a_model_has_its_chunks() -> None:
     layer.active_chunks.fill_(1)  # another value of the same tensor is read by the graph that there is
     assert state_of(model) == states[-1]
     assert len(set(states)) == 4
-
-
-@pytest.mark.gpu
-def test_other_chunks_are_learnt_in_a_graph() -> None:
-    weights = []
-    for captured in (True, False):
-        torch.manual_seed(0)
-        layer = SparseLinear(64, 64, chunk_size=16, device=runtime.DEVICE)
-        step = CapturedStep(layer, adam(layer), loss=lambda m, x: m(x).square().mean(), capture=captured)
-        for i in range(15):
-            if i % 5 == 0:
-                layer.active_chunks = torch.tensor([i // 5], device=runtime.DEVICE)
-            step(torch.full((8, 64), 1.0 + i, device=runtime.DEVICE))
-        weights.append(layer.weight.detach())
-    assert torch.equal(*weights)
 
 
 Pair = collections.namedtuple("Pair", ("x", "parts"))
@@ -780,21 +714,6 @@ def test_a_number_in_the_batch_that_changes_is_named(accumulate: int, monkeypatc
         same([{"x": x, "others": i} for i, x in enumerate(xs(24))], sgd, accumulate=accumulate, why="batch others")
 
 
-def test_a_count_in_the_model_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    emulate(monkeypatch)
-
-    class Counts(Parts):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-            self.scale += 1
-            return super().forward(x)
-
-    model = made(Counts)
-    step = CapturedStep(model, fused(model))
-    with pytest.warns(UserWarning, match=r"from one to the next: scale$"):
-        for x in xs(9):
-            step(x)
-
-
 def test_types_of_values_are_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     fixed = FixedInputs()
     values: list[Any] = [{"x": v} for v in (1, True, 1.0, None, {}, [], (), (1,), [1], {"y": 1})]
@@ -811,20 +730,6 @@ def test_kinds_and_their_graphs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> 
     step = same(calls, sgd, graphs=2)
     assert len(step._inputs._sets) == 2
     assert len(step._calls._kinds) == 2
-
-
-def test_a_graph_whose_inputs_were_dropped_is_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    emulate(monkeypatch)
-    monkeypatch.setattr(capture, "MAX_KINDS", 2)
-    model, plain = made(Parts), made(Parts)
-    step, other = CapturedStep(model, sgd(model)), CapturedStep(plain, sgd(plain), capture=False)
-    for i, x in enumerate(xs(12)):
-        if i == 6:
-            with pytest.warns(UserWarning, match="for a test"):
-                step._calls.go_on_eagerly("for a test")
-        kind = 0 if i < 6 else i % 3
-        assert step(x, others=kind).item() == other(x).item(), i
-    assert_same_weights(model, plain)
 
 
 class Lucky(Parts):
@@ -1001,13 +906,5 @@ def test_what_cannot_be_filled_up_is_refused() -> None:
     step(**batch)  # nothing is filled up
     with pytest.raises(ValueError, match="CapturedStep: the batch must have an attention_mask where it is filled up"):
         step(**batches(1, 8)[0])
-    masked = CapturedStep(model, adam(model), lengths=(16,), loss=lambda m, input_ids, labels, attention_mask: m(
-        input_ids, labels) + 0 * attention_mask.sum())  # fmt: skip
-    assert masked(**batch, attention_mask=torch.ones(4, 9)).isfinite()
     # What says with no elements that nothing is left out stays what it is.
-    assert masked._padded((), batch | {"attention_mask": torch.ones(0, 1, 1, 1)})["attention_mask"].shape == (
-        0,
-        1,
-        1,
-        1,
-    )
+    assert step._padded((), batch | {"attention_mask": torch.ones(0, 1, 1, 1)})["attention_mask"].shape == (0, 1, 1, 1)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from kernelbook import runtime
-from kernelbook.nn import GPT, GPTConfig, SparseLinear
+from kernelbook.nn import GPT, GPTConfig
 from kernelbook.train import CONFIGS, CopyData, TrainConfig, Trainer, make_data
 from kernelbook.train.chunks import chunk_norms, top_chunks_reference
 
@@ -91,14 +91,6 @@ def test_gpt_compiles_to_one_graph(device: torch.device) -> None:
         torch.testing.assert_close(ours, plain, rtol=1e-3, atol=1e-5)
 
 
-def test_which_layers_are_sparse() -> None:
-    shape: dict[str, Any] = {"vocab_size": 5, "width": 32, "depth": 2, "heads": 2, "chunk_size": 16}
-    few, many = GPT(GPTConfig(**shape)), GPT(GPTConfig(**shape, sparse_layers="all"))
-    assert [name.split(".")[-1] for name in few.sparse_layers()] == ["up", "down"] * 2
-    assert len(many.sparse_layers()) == 12
-    assert all(isinstance(layer, SparseLinear) for layer in many.sparse_layers().values())
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     (
@@ -115,15 +107,6 @@ def test_which_layers_are_sparse() -> None:
 def test_a_bad_shape_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"GPTConfig: {message}"):
         GPTConfig(**{"vocab_size": 5, "width": 32, "heads": 2, "chunk_size": 16, **changes})
-
-
-def test_a_sequence_that_is_too_long_is_refused(device: torch.device) -> None:
-    model = GPT(GPTConfig(vocab_size=5, context=4, width=32, heads=2, chunk_size=16, depth=1)).to(device)
-    with pytest.raises(ValueError, match="GPT: tokens must have at most 4 columns, got 5"):
-        model(torch.zeros(1, 5, dtype=torch.long, device=device))
-    tokens = torch.zeros(3, 4, dtype=torch.int64, device=device)
-    with pytest.raises(ValueError, match=r"GPT: targets must have shape \(3, 4\), got \(4, 3\)"):
-        model(tokens, tokens.t())
 
 
 # --- synthetic sequences --------------------------------------------------------------------------------------------
@@ -157,15 +140,6 @@ def test_what_is_to_be_copied() -> None:
 def test_bad_settings_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"TrainConfig: {message}"):
         TrainConfig(**changes)
-
-
-def test_the_learning_rate() -> None:
-    config = TrainConfig(lr=1.0, min_lr=0.1, lr_warmup=4, steps=104)
-    assert [config.lr_at(step) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
-    assert (
-        config.lr_at(4) == 1.0 and config.lr_at(54) == pytest.approx(0.55) and config.lr_at(104) == pytest.approx(0.1)
-    )
-    assert dataclasses.replace(config, steps=5).lr_at(5) == pytest.approx(0.1)
 
 
 # --- the loop -------------------------------------------------------------------------------------------------------
