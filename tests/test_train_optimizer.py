@@ -271,7 +271,10 @@ def test_another_chunk_size_than_the_layers_is_refused(device: torch.device) -> 
     layer.active_chunks = torch.tensor([1, 6], device=device)
     layer(torch.randn(4, 8, device=device)).sum().backward()
     before = layer.weight.detach().clone()
-    for size, message in ((32, r"whole chunks of chunk_size \(32\) rows"), (64, "whole chunks of 64 rows, got 32 rows")):
+    for size, message in (
+        (32, r"whole chunks of chunk_size \(32\) rows"),
+        (64, "whole chunks of 64 rows, got 32 rows"),
+    ):
         with pytest.raises(ValueError, match=f"ChunkAdamW: .* {message}"):
             ChunkAdamW(layer.parameters(), chunk_size=size).step()
     assert torch.equal(layer.weight, before)
