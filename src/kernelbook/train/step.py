@@ -6,7 +6,6 @@ learning rates at addresses that stay, gradients that live as long as they must,
 on where there is no graph.
 """
 
-import contextlib
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
@@ -71,7 +70,8 @@ class KeptGradients:
             ]
             for parameter in made:
                 parameter.grad = self._kept[parameter]
-            self._clear([self._kept[parameter] for parameter in made])
+            if made:
+                torch._foreach_zero_([self._kept[parameter] for parameter in made])
 
     def end(self, key: Hashable, *, capturing: bool) -> tuple[bool, ...] | None:
         """Return what follows the backward pass: which gradients there are; ``None`` if one is sparse, to which no graph can add.
@@ -94,11 +94,6 @@ class KeptGradients:
         if not capturing:
             keep(self._ends, key, found)
         return found
-
-    @staticmethod
-    def _clear(grads: list[torch.Tensor]) -> None:
-        if grads:
-            torch._foreach_zero_(grads)
 
     def put(self, found: tuple[bool, ...]) -> None:
         """After a call that was replayed: the gradients that :meth:`end` found."""
@@ -225,14 +220,6 @@ class CapturedStep:
         """Return whether the optimizer can be a part of the graph."""
         return isinstance(self.optimizer, ChunkAdamW) or all("capturable" in g for g in self.optimizer.param_groups)
 
-    @property
-    def _keeps(self) -> bool:
-        """Return whether gradients outlive a graph. Where the optimizer is in it, they are made and dropped in it."""
-        return self._calls.captures and (self.accumulate > 1 or not self._in_graph)
-
-    def _trained(self) -> list[torch.nn.Parameter]:
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
-
     def forget(self) -> None:
         """Drop all graphs, which are captured anew: for what a step reads from elsewhere than the batch and the model's
         modules, and what has been put in another place. After ``optimizer.load_state_dict`` it happens by itself.
@@ -301,8 +288,10 @@ class CapturedStep:
             kind, args, kwargs = self._inputs(args, kwargs, self._device)
         else:
             args, kwargs = moved(args, self._device), moved(kwargs, self._device)
-        keeps, key = self._keeps, None
-        there = self._gradients.begin(self._trained(), first=first) if keeps else ()
+        # Gradients outlive a graph, but where the optimizer is in it: then they are made and dropped in it.
+        keeps, key = self._calls.captures and (self.accumulate > 1 or not self._in_graph), None
+        trained = [p for group in self.optimizer.param_groups for p in group["params"]]
+        there = self._gradients.begin(trained, first=first) if keeps else ()
         if fixed:
             key = (kind, ("gradients", there), ("accumulation", (first, last)), self._state())
         loss, norm, found = self._calls(key, lambda: self._body(first, last, keeps, key, args, kwargs))
@@ -331,7 +320,9 @@ class CapturedStep:
             self._gradients.start(key, capturing=capturing)
         elif first:
             self.optimizer.zero_grad(set_to_none=True)
-        with self._casting():
+        dtype = self._autocast()
+        # No cache of casts: it would outlive the graph that made them.
+        with torch.autocast(self._device.type, dtype, enabled=dtype is not None, cache_enabled=False):
             loss = self._loss(self.model, *args, **kwargs)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             got = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
@@ -355,13 +346,6 @@ class CapturedStep:
                 "CapturedStep: autocast must be in bfloat16, got float16, whose gradients vanish without a GradScaler"
             )
         return dtype
-
-    def _casting(self) -> contextlib.AbstractContextManager[object]:
-        dtype = self._autocast()
-        if dtype is None:
-            return contextlib.nullcontext()
-        # No cache of casts: it would outlive the graph that made them.
-        return torch.autocast(self._device.type, dtype, cache_enabled=False)
 
     def _clipped(self, clip: float) -> torch.Tensor:
         """Clip as ``torch.nn.utils.clip_grad_norm_`` does, sparse gradients too; return the norm before."""
