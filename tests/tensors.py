@@ -39,15 +39,11 @@ def far_apart(tensor: torch.Tensor, *steps: int) -> torch.Tensor:
     return torch.empty(size, dtype=tensor.dtype).as_strided(tensor.shape, strides).copy_(tensor)
 
 
-def call_with(
-    function: Callable[..., object], given: Callable[[], dict[str, Any]], **changes: Any
-) -> Callable[[], object]:
-    """A call of ``function`` with the arguments that ``given`` makes, but for ``changes``; those that can be called are."""
-
-    def call() -> object:
-        return function(**given() | {name: v() if callable(v) else v for name, v in changes.items()})
-
-    return call
+def refused(function: Callable[..., object], given: dict[str, Any], changes: dict[str, Any], message: str) -> None:
+    """A call with the arguments ``given``, but for ``changes`` (what can be called makes the argument), names what is wrong."""
+    changes = {name: v() if callable(v) else v for name, v in changes.items()}
+    with pytest.raises((TypeError, ValueError), match=message):
+        function(**given | changes)
 
 
 def guarded_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:

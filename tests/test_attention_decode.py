@@ -11,16 +11,13 @@ from hypothesis import strategies as st
 from tensors import call_with, label, randn
 
 import kernelbook as kb
-from bench import attention as bench
-from kernelbook import arguments, check, launch, operators, runtime
+from kernelbook import arguments, check, operators, runtime
 from kernelbook.attention import (
     append_to_pages_reference,
     flash_attention_reference,
     kernels_decode,
-    op,
     paged_attention_reference,
 )
-from kernelbook.lab import timing
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -80,16 +77,6 @@ def test_however_the_keys_are_split(
         )
 
 
-def test_counters_end_at_zero(split_into: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    split_into(4)
-    counters = torch.zeros(64, dtype=torch.int32, device=runtime.DEVICE)
-    monkeypatch.setattr(op, "counters", lambda count, device: counters)
-    q, k, v = _qkv(2, 4, 2, 2, 70, 16, dtype=torch.float32)
-    first = kb.flash_attention(q, k, v, lengths=_integers(70, 20))
-    assert torch.equal(kb.flash_attention(q, k, v, lengths=_integers(70, 20)), first)
-    assert not counters.any()
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=label)
 def test_gradients_after_a_split(dtype: torch.dtype, split_into: Callable[..., None]) -> None:
     """The backward pass takes the logarithms of the sums that the merge left."""
@@ -101,17 +88,6 @@ def test_gradients_after_a_split(dtype: torch.dtype, split_into: Callable[..., N
         dict(zip("qkv", _qkv(2, 4, 2, 5, 60, 16, dtype=dtype), strict=True)),
         grads=("q", "k", "v"),
     )
-
-
-def test_a_plan_fills_the_multiprocessors_once() -> None:
-    properties = runtime.TARGETS["sm_90"]
-    for heads in (1, 4, 8, 32, 64, 128, 132, 300, 512):
-        for keys in (512, 1024, 8192, 131072):
-            plan = kernels_decode.plan(heads, 4, keys, 128, 2, properties)
-            assert 1 <= plan.splits <= max(1, keys // plan.config.kwargs["BLOCK_N"])
-            if heads * keys >= 2**20:  # work for all
-                rounds = plan.programs / properties.num_sms
-                assert rounds / -(-rounds // 1) > 0.75, (heads, keys, plan)
 
 
 @pytest.mark.parametrize("target", sorted(runtime.TARGETS))
@@ -314,19 +290,6 @@ def test_a_cache_that_grows_keeps_its_kernel(window: int | None, monkeypatch: py
         kb.flash_attention(q, k, v.half(), **given)
 
 
-def test_what_is_measured_is_checked_first() -> None:
-    decoded = [case for case in bench.cases() if case.x_name == "S"]
-    assert {case.op for case in decoded} == {"flash_attention", "paged_attention"}
-    dtype = torch.float32 if runtime.INTERPRET else torch.bfloat16  # on a GPU peers take 16 bits only
-    for problem in (
-        bench._problem("forward", 2, 4, 2, 1, 128, 32, False, dtype, False),
-        bench._paged_problem(2, 4, 2, 3, 128, 32, 16, dtype),
-    ):
-        assert set(timing.error_ratios(problem)) == set(problem.providers)
-    for call in bench.host_calls().values():
-        call()
-
-
 def test_opcheck_and_compile() -> None:
     inputs = _paged(2, 4, 2, 2, 16, 16, 2, torch.float32, [20, 5])
     torch.library.opcheck(torch.ops.kernelbook.paged_attention.default, (*inputs.values(), None, 0.25, None, ""))
@@ -406,22 +369,6 @@ def test_bad_input_says_what_is_wrong(name: str) -> None:
 
 
 @pytest.mark.skipif(not runtime.INTERPRET, reason="the interpreter's overflow check")
-def test_offsets_are_64_bit(overflow_raises: Callable[[], None]) -> None:
-    """Pages lie 2^31 elements apart (the memory is reserved, not touched)."""
-    overflow_raises()
-    far = 2**31 + 16
-    inputs = _paged(1, 2, 1, 2, 16, 16, 1, torch.float32, [13])
-    apart = {
-        name: torch.empty(2 * far + 256).as_strided((3, 1, 16, 16), (far, 256, 16, 1)).copy_(inputs[name])
-        for name in ("k_pages", "v_pages")
-    }
-    assert torch.equal(kb.paged_attention(**(inputs | apart)), kb.paged_attention(**inputs))
-    new = [randn(1, 1, 2, 16) for _ in range(2)]
-    kb.append_to_pages(*new, *apart.values(), inputs["block_table"], inputs["lengths"])
-    assert torch.equal(apart["k_pages"][inputs["block_table"][0, 0], :, 13:15], new[0][0])
-
-
-@pytest.mark.skipif(not runtime.INTERPRET, reason="the interpreter's overflow check")
 @pytest.mark.parametrize(
     ("far", "sizes"), ((0, (4, 1, 1)), (1, (1, 3, 1)), (2, (1, 1, 3)), (3, (1, 1, 1))), ids=("pages", "heads", "slots", "columns")
 )  # fmt: skip
@@ -456,14 +403,6 @@ def test_products_with_strides_of_32_bits_are_64_bit(
     assert all(torch.equal(a, b) for a, b in zip(pools, apart, strict=True))
 
 
-@pytest.mark.skipif(not runtime.INTERPRET, reason="the interpreter's overflow check")
-def test_a_table_may_lie_far_apart(overflow_raises: Callable[[], None]) -> None:
-    overflow_raises()
-    inputs = _paged(1, 2, 1, 1, 16, 16, 3, torch.float32, [40])
-    table = torch.empty(2**31 + 1, dtype=torch.int32).as_strided((1, 3), (1, 2**30)).copy_(inputs["block_table"])
-    assert torch.equal(kb.paged_attention(**inputs | {"block_table": table}), kb.paged_attention(**inputs))
-
-
 # --- on a GPU -------------------------------------------------------------------------------------------------------
 
 
@@ -487,56 +426,6 @@ def test_real_sizes(problem: tuple[int, ...], dtype: torch.dtype) -> None:
             {"q": q, "k": k, "v": v},
             grads=("q", "k", "v"),
         )
-
-
-@pytest.mark.gpu
-def test_bitwise_reproducible() -> None:
-    q, k, v = _qkv(1, 32, 4, 2, 20000, 128, dtype=torch.bfloat16)
-    first = kb.flash_attention(q, k, v, causal=True)
-    assert all(torch.equal(kb.flash_attention(q, k, v, causal=True), first) for _ in range(250))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("n", (1, 40))
-def test_each_call_launches_once(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a plan that was made for other tensors of its kind too; where tensors begin elsewhere, and where somebody looks on."""
-    operators.forget_plans()
-    launched, real = [], launch.Launch.__call__
-    monkeypatch.setattr(launch.Launch, "__call__", lambda *args: launched.append(args) or real(*args))
-    for _ in range(5):
-        q, k, v = _qkv(2, 8, 2, n, 3000, 128, dtype=torch.bfloat16)
-        first, before = kb.flash_attention(q, k, v), len(launched)
-        check.check_op(kb.flash_attention, flash_attention_reference, {"q": q, "k": k, "v": v})
-        assert torch.equal(kb.flash_attention(q, k, v), first)
-        assert len(launched) == before + 2
-    assert len(operators._plans) == 1
-    launched.clear()
-    check.check_op(kb.flash_attention, flash_attention_reference, {"q": q, "k": k, "v": k})
-    assert len(launched) == 1
-    odd = torch.empty(k.numel() + 1, dtype=k.dtype, device=k.device)[1:].view(k.shape).copy_(k)
-    assert torch.equal(kb.flash_attention(q, odd, v), first)
-    assert len(launched) == 2
-    with torch.profiler.profile():
-        assert torch.equal(kb.flash_attention(q, k, v), first)
-    assert len(launched) == 3
-    with pytest.raises(TypeError, match="flash_attention: causal must be a bool, got int"):
-        kb.flash_attention(q, k, v, causal=0)
-    q.requires_grad_()
-    torch.autograd.grad(kb.flash_attention(q, k, v).sum(), q)
-    with torch.no_grad():
-        assert torch.equal(kb.flash_attention(q, k, v), first)
-
-
-@pytest.mark.gpu
-def test_pages_that_were_written_before_are_written_again() -> None:
-    for _ in range(3):
-        k, v = (randn(2, 4, 1, 128, dtype=torch.bfloat16) for _ in range(2))
-        ours = [randn(4, 4, 16, 128, dtype=torch.bfloat16) for _ in range(2)]
-        theirs = [t.clone() for t in ours]
-        where = _integers([0, 1], [3, 2]), _integers(5, 16)
-        kb.append_to_pages(k, v, *ours, *where)
-        append_to_pages_reference(k, v, *theirs, *where)
-        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.gpu
@@ -570,33 +459,3 @@ def test_streams_do_not_share_counters() -> None:
         graph.replay()
     torch.cuda.synchronize()
     assert all(torch.equal(out, exact) for out in (*outs, captured))
-
-
-@pytest.mark.gpu
-def test_no_host_synchronisation() -> None:
-    inputs = _paged(4, 16, 4, 2, 128, 64, 8, torch.bfloat16, [512, 1, 300, 77])
-    new = [randn(4, 4, 2, 128, dtype=torch.bfloat16) for _ in range(2)]
-    _, *pages = inputs.values()
-    for _ in range(2):  # the first call compiles
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            kb.append_to_pages(*new, *pages)
-            kb.paged_attention(**inputs)
-            kb.flash_attention(inputs["q"], new[0], new[1], lengths=inputs["lengths"])
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.gpu
-@pytest.mark.memory
-def test_more_than_2_31_elements() -> None:
-    pages, page, d = 2**16 + 8, 256, 128
-    pool = torch.zeros(pages, 1, page, d, dtype=torch.bfloat16, device=runtime.DEVICE)  # 2.1e9 elements
-    pool[-4:] = torch.randn_like(pool[-4:])
-    q = randn(1, 4, 3, d, dtype=torch.bfloat16)
-    table = torch.arange(pages - 4, pages, device=runtime.DEVICE)[None]
-    far = kb.paged_attention(q, pool, pool, table, _integers(1000))
-    assert torch.equal(far, kb.paged_attention(q, pool[-4:], pool[-4:], table - pages + 4, _integers(1000)))
-    wide = pool.view(1, 1, pages * page, d)
-    near = wide[:, :, -1000:].contiguous()
-    assert torch.equal(kb.flash_attention(q, wide[:, :, -1000:], wide[:, :, -1000:]), kb.flash_attention(q, near, near))

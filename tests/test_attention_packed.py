@@ -234,16 +234,6 @@ def test_bad_input_says_what_is_wrong(name: str) -> None:
         kb.flash_attention(**call())
 
 
-@pytest.mark.skipif(not runtime.INTERPRET, reason="the interpreter's overflow check")
-def test_offsets_are_64_bit(overflow_raises: Any) -> None:
-    overflow_raises()
-    far = torch.empty(2**30 * 4 + 1, dtype=torch.int32)[:: 2**30].copy_(_boundaries(0, 3, 5, 5, 9))
-    inputs = _inputs(9)
-    assert torch.equal(
-        kb.flash_attention(**inputs, cu_seqlens=far), kb.flash_attention(**inputs, cu_seqlens=far.contiguous())
-    )
-
-
 # --- on a GPU ---------------------------------------------------------------------------------------------------------
 
 

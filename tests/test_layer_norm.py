@@ -1,6 +1,5 @@
 """The room layer_norm: every output and gradient by the rule of check.py, and everything around it."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from tensors import far_apart, label, randn
+from tensors import label, randn
 
 import kernelbook as kb
 from bench import layer_norm as bench
@@ -67,40 +66,6 @@ def test_weight_and_bias_are_optional(with_weight: bool, with_bias: bool, norm: 
     _check(x, randn(33) if with_weight else None, randn(33) if with_bias else None, norm)
 
 
-@pytest.mark.parametrize("needed", (("x",), ("weight",), ("bias",), ("weight", "bias"), ("x", "bias")))
-def test_only_the_gradients_that_are_needed(needed: tuple[str, ...]) -> None:
-    inputs = {"x": randn(5, 33), "weight": randn(33), "bias": randn(33)}
-    check.check_op(kb.layer_norm, _reference, inputs, grads=needed, baseline=_torch)
-
-
-def _layouts() -> dict[str, torch.Tensor]:
-    return {
-        "transposed": randn(40, 6).T,
-        "every other row": randn(12, 40)[::2],
-        "every other column": randn(6, 80)[:, ::2],
-        "expanded": randn(1, 40).expand(6, 40),
-        "offset": randn(6, 41)[:, 1:],
-        "three dimensions": randn(2, 3, 40),
-        "permuted": randn(3, 2, 40).permute(1, 0, 2),
-        "columns first": randn(2, 40, 6).transpose(1, 2),
-        "one dimension": randn(40),
-    }
-
-
-@pytest.mark.parametrize("name", _layouts())
-def test_layouts(name: str) -> None:
-    _check(_layouts()[name], randn(80)[::2], randn(1).expand(40))
-
-
-def test_gradient_of_any_layout() -> None:
-    x, w = randn(6, 40).requires_grad_(), randn(40)
-    expected = torch.autograd.grad(_torch(x, w).sum(), x)[0]
-    torch.testing.assert_close(torch.autograd.grad(kb.layer_norm(x, w).sum(), x)[0], expected)
-    dy = randn(40, 6).T
-    expected = torch.autograd.grad(_torch(x, w), x, dy)[0]
-    torch.testing.assert_close(torch.autograd.grad(kb.layer_norm(x, w), x, dy)[0], expected)
-
-
 @given(
     m=st.integers(1, 9),
     n=st.integers(1, 300),
@@ -132,13 +97,6 @@ def test_mixed_dtypes() -> None:
     assert check.relative_error(y, exact) < 1e-3
 
 
-@pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("n", (5, 1030))
-def test_gradcheck(n: int, norm: Any) -> None:
-    leaves = [t.double().requires_grad_() for t in (randn(3, n), randn(n), randn(n))]
-    assert torch.autograd.gradcheck(lambda x, w, b: norm(x, w, b), leaves, fast_mode=n > 100)
-
-
 def test_the_backward_reference_is_the_gradient() -> None:
     x, w, dy = randn(4, 9).double().requires_grad_(), randn(9).double(), randn(4, 9).double()
     b = torch.zeros_like(w).requires_grad_()
@@ -149,26 +107,6 @@ def test_the_backward_reference_is_the_gradient() -> None:
 
 
 # --- PyTorch's machinery --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("m", (3, 70))  # one program, which writes the sums itself, and several
-def test_calls_that_share_a_plan_compute_of_their_own_tensors(m: int) -> None:
-    """With other tensors each time, two of which are one now and then."""
-    for i in range(5):
-        x, residual, dy, w, b = randn(m, 48), randn(m, 48), randn(m, 48), randn(48), randn(48)
-        if i == 3:
-            b = w
-        leaves = [t.requires_grad_() for t in (x, w)] if b is w else [t.requires_grad_() for t in (x, w, b)]
-        for ours, theirs in (
-            (kb.layer_norm(x, w, b), _torch(x, w, b)),
-            (kb.rms_norm(x, w), F.rms_norm(x, (48,), w, 1e-6)),
-            (kb.rms_norm(x, w, residual=residual)[0], F.rms_norm(x + residual, (48,), w, 1e-6)),
-        ):
-            torch.testing.assert_close(ours, theirs)
-            found, expected = (torch.autograd.grad(y, leaves, dy, allow_unused=True) for y in (ours, theirs))
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-        with torch.no_grad():
-            torch.testing.assert_close(kb.layer_norm(x, w, b), _torch(x, w, b))
 
 
 def test_normalized_shape_is_pytorchs() -> None:
@@ -195,18 +133,6 @@ def test_nan_stays_in_a_row_of_one_element(poisoned: str) -> None:
     {"x": x, "dy": dy}[poisoned][1] = torch.nan
     (dx,) = torch.autograd.grad(kb.layer_norm(x.requires_grad_()), x, dy)
     assert dx.isnan().flatten().tolist() == [False, True, False] and not dx[::2].any()
-
-
-def test_autocast_gives_the_dtype_that_pytorch_gives() -> None:
-    kind = runtime.DEVICE.type
-    x, w, b = randn(5, 24, dtype=torch.bfloat16).requires_grad_(), randn(24).requires_grad_(), randn(24)
-    with torch.autocast(kind, dtype=torch.bfloat16):
-        ours = kb.layer_norm(x, w, b)
-    # On the CPU PyTorch's autocast leaves layer_norm alone; on a GPU it runs in float32.
-    assert ours.dtype == torch.float32
-    check.compare("out", ours, _reference(x.double(), w.double(), b.double()), _torch(x.float(), w, b)).require()
-    dx, dw = torch.autograd.grad(ours.sum(), (x, w))
-    assert dx.dtype == torch.bfloat16 and dw.dtype == torch.float32
 
 
 def test_a_module_trains_like_pytorchs() -> None:
@@ -303,27 +229,6 @@ def test_too_many_columns() -> None:
         kb.layer_norm(x)
 
 
-@pytest.mark.skipif(not runtime.INTERPRET, reason="the interpreter's overflow check")
-@pytest.mark.parametrize("norm", NORMS)
-def test_offsets_are_64_bit(norm: Any, overflow_raises: Callable[[], None]) -> None:
-    """Row 1 lies 2^31 + 8 elements after row 0 (the memory is reserved, not touched)."""
-    overflow_raises()
-    n, stride = 24, 2**31 + 8
-    x = far_apart(randn(2, n), stride)
-    w, b = randn(n), randn(n)
-    _check_strided(x, w, b, norm)
-
-
-def _check_strided(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, norm: Any) -> None:
-    leaf = x.detach().requires_grad_()
-    y = norm(leaf, w, b)
-    dense = x.contiguous().requires_grad_()
-    expected = _torch(dense, w, b)
-    torch.testing.assert_close(y, expected)
-    dy = torch.randn_like(expected)
-    torch.testing.assert_close(torch.autograd.grad(y, leaf, dy), torch.autograd.grad(expected, dense, dy))
-
-
 @pytest.mark.parametrize("target", ("sm_86", "sm_90", "gfx942"))
 def test_every_width_has_a_configuration_that_fits(target: str) -> None:
     properties = runtime.TARGETS[target]
@@ -373,56 +278,6 @@ def test_real_sizes(n: int, dtype: torch.dtype, norm: Any) -> None:
 @pytest.mark.parametrize("n", (1024, 4096, 8192, 15872))
 def test_real_sizes_that_are_not_aligned(n: int) -> None:
     _check(randn(301, n + 16)[:, 1 : n + 1], randn(n + 1)[1:], randn(n + 1)[1:])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("shape", ((8192, 2048), (1000, 15872), (500, 20480)), ids=label)
-def test_partials_are_bitwise_reproducible(shape: tuple[int, int]) -> None:
-    x, dy = (randn(*shape, dtype=torch.bfloat16) for _ in range(2))
-    w, b = (randn(shape[1], dtype=torch.bfloat16).requires_grad_() for _ in range(2))
-    x.requires_grad_()
-
-    def run() -> list[torch.Tensor]:
-        y = kb.layer_norm(x, w, b)
-        return [y.detach(), *torch.autograd.grad(y, (x, w, b), dy)]
-
-    first = run()
-    for _ in range(250):
-        assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
-
-
-@pytest.mark.gpu
-@pytest.mark.memory
-def test_more_than_2_31_elements() -> None:
-    m, n = 2**19 + 5, 4096
-    x = torch.randn(m, n, device=runtime.DEVICE, dtype=torch.bfloat16).requires_grad_()
-    w = randn(n, dtype=torch.bfloat16)
-    y = kb.layer_norm(x, w)
-    dy = torch.randn(m, n, device=runtime.DEVICE, dtype=torch.bfloat16)
-    (dx,) = torch.autograd.grad(y, x, dy)
-    for rows in (slice(0, 7), slice(m - 7, m)):
-        part = x[rows].detach().requires_grad_()
-        ref = part.detach().double().requires_grad_()
-        base, exact = _torch(part, w), _reference(ref, w.double())
-        check.compare("out", y[rows].detach(), exact.detach(), base.detach()).require()
-        base_dx = torch.autograd.grad(base, part, dy[rows])[0]
-        exact_dx = torch.autograd.grad(exact, ref, dy[rows].double())[0]
-        check.compare("dx", dx[rows], exact_dx, base_dx, factor=check.GRADIENT_FACTOR).require()
-
-
-@pytest.mark.gpu
-def test_cuda_graph() -> None:
-    x, w, dy = randn(64, 512), randn(512).requires_grad_(), randn(64, 512)
-    kb.layer_norm(x, w).backward(dy)  # compiles before the capture
-    w.grad = None
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = kb.layer_norm(x, w)
-        (dw,) = torch.autograd.grad(y, w, dy)
-    x.copy_(randn(64, 512))
-    graph.replay()
-    torch.testing.assert_close(y, _torch(x, w))
-    torch.testing.assert_close(dw, torch.autograd.grad(_torch(x, w), w, dy)[0], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.gpu

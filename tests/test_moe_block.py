@@ -11,9 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bench import moe_block
 from kernelbook import check, runtime
-from kernelbook.lab import timing
 from kernelbook.nf4 import NF4Tensor, nf4_dequantize, nf4_quantize
 from kernelbook.nn import ClampedSwiGLU, GatedExperts, MoELayer, NF4Linear, load_balancing_loss, moe
 from kernelbook.nn import experts as nn_experts
@@ -193,21 +191,6 @@ def test_transposed_storage_and_post_expert() -> None:
     torch.testing.assert_close(tripled, 3 * expected, rtol=1e-4, atol=1e-5)
 
 
-def test_autocast() -> None:
-    """Under autocast products are in its dtype, and the result is in the dtype of x."""
-    inputs, ids = _inputs()
-    with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
-        out = _call(ids)(**inputs)
-    assert out.dtype == torch.float32
-    expected = reference(**inputs, ids=ids)
-    assert 1e-5 < check.relative_error(out, expected) < 0.02
-
-
-def test_swiglu_gradient() -> None:
-    h = torch.randn(5, 12, dtype=torch.float64, device=DEVICE, requires_grad=True)
-    assert torch.autograd.gradcheck(swiglu, (h,))
-
-
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16), ids=str)
 @pytest.mark.parametrize(("rows", "inner"), ((1, 1), (5, 257), (9, 300), (0, 8)))
 def test_swiglu(dtype: torch.dtype, rows: int, inner: int) -> None:
@@ -218,18 +201,7 @@ def test_swiglu(dtype: torch.dtype, rows: int, inner: int) -> None:
     check.check_op(swiglu, lambda h: F.silu(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1], {"h": h}, grads=("h",))
 
 
-def test_swiglu_is_an_operator() -> None:
-    h, dout = (torch.randn(5, n, device=DEVICE).bfloat16() for n in (14, 7))
-    torch.library.opcheck(torch.ops.kernelbook.swiglu.default, (h.requires_grad_(), None, None, ""))
-    torch.library.opcheck(torch.ops.kernelbook.swiglu_backward.default, (h.detach(), dout, None, None, ""))
-
-
 CLAMPED = ClampedSwiGLU(1.5, 3.0)
-
-
-def test_clamped_swiglu_gradient() -> None:
-    h = 3 * torch.randn(5, 12, dtype=torch.float64, device=DEVICE)
-    assert torch.autograd.gradcheck(CLAMPED, (h.requires_grad_(),))
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16), ids=str)
@@ -241,44 +213,10 @@ def test_clamped_swiglu(dtype: torch.dtype, rows: int, inner: int) -> None:
     check.check_op(CLAMPED, CLAMPED.reference, {"h": h}, grads=("h",))
 
 
-def test_clamped_swiglu_is_an_operator_and_keeps_nan() -> None:
-    h, dout = (torch.randn(5, n, device=DEVICE).bfloat16() for n in (14, 7))
-    torch.library.opcheck(torch.ops.kernelbook.swiglu.default, (h.requires_grad_(), 1.702, 7.0, ""))
-    torch.library.opcheck(torch.ops.kernelbook.swiglu_backward.default, (h.detach(), dout, 1.702, 7.0, ""))
-    h = torch.tensor([[torch.nan, 1.0, 1.0, torch.nan, torch.inf, 1.0]], device=DEVICE)
-    assert ClampedSwiGLU()(h).isnan().tolist() == [[True, True, False]]
-
-
 @pytest.mark.parametrize(("name", "value"), (("limit", 0.0), ("limit", float("inf")), ("alpha", "1")))
 def test_clamped_swiglu_names_what_is_wrong(name: str, value: Any) -> None:
     with pytest.raises((TypeError, ValueError), match=f"ClampedSwiGLU: {name} must be"):
         ClampedSwiGLU(**{name: value})
-
-
-def test_swiglu_of_rows_that_are_not_contiguous() -> None:
-    h = torch.randn(12, 7, device=DEVICE).t()
-    gate, up = h.chunk(2, -1)
-    torch.testing.assert_close(swiglu(h), F.silu(gate) * up)
-
-
-@pytest.mark.parametrize("kind", ("dense", "nf4"))
-def test_compiles_to_one_graph(kind: str) -> None:
-    inputs, ids = _inputs(tokens=4)
-    weights = {name: inputs.pop(name) for name in ("gate_up", "down")}
-    if kind == "nf4":
-        weights = {name: nf4_quantize(weight, block_size=32) for name, weight in weights.items()}
-
-    def block(x: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-        given = {**inputs, **weights, "x": x, "gates": gates}
-        return _call(ids)(**given)
-
-    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
-    x = inputs["x"].clone().requires_grad_()
-    out = compiled(x, inputs["gates"])
-    out.sum().backward()
-    expected = inputs["x"].clone().requires_grad_()
-    block(expected, inputs["gates"]).sum().backward()
-    torch.testing.assert_close(x.grad, expected.grad)
 
 
 # --- which experts --------------------------------------------------------------------------------------------------
@@ -320,17 +258,6 @@ def test_ids_out_of_range_raise_where_they_are_checked(active: str, bad: int, mo
     ids = torch.tensor([[0, bad], [1, 2]], device=DEVICE)
     with pytest.raises(ValueError, match=r"expert_ids must lie in \[0, 17\), got entries from"):
         experts(torch.randn(2, 24, device=DEVICE), ids, torch.ones(2, 2, device=DEVICE))
-
-
-@pytest.mark.parametrize(("tokens", "expected"), ((1, 8), (4, 32), (8, 64), (9, None), (2048, None)))
-def test_automatic_choice_at_128_experts(tokens: int, expected: int | None) -> None:
-    chosen, _ = choose_experts(torch.zeros(tokens, 8, dtype=torch.int64, device=DEVICE), 128)
-    assert (None if chosen is None else len(chosen)) == expected
-
-
-def test_count_takes_everything_where_nearly_all_are_active() -> None:
-    ids = torch.arange(16, device=DEVICE)[:, None]
-    assert choose_experts(ids, 16, "count")[0] is None
 
 
 # --- compressed -----------------------------------------------------------------------------------------------------
@@ -426,35 +353,6 @@ def test_only_used_experts_become_dense_and_are_not_kept(dequantized: list[tuple
     grad = leaves["a1"].grad
     assert grad is not None and grad[[4, 7]].abs().sum() > 0
     assert not grad[[e for e in range(12) if e not in (4, 7)]].any()
-
-
-def test_without_gradients_nothing_is_made_again(dequantized: list[tuple[int, Any]]) -> None:
-    inputs, ids = _inputs(3, experts=12, hidden=64, inner=32)
-    weights = {name: nf4_quantize(inputs.pop(name)) for name in ("gate_up", "down")}
-    with torch.no_grad():
-        _call(ids)(**inputs, **weights)
-        assert not dequantized  # decoded on the way into the products
-        _call(ids, active="all")(**inputs, **weights)
-    gc.collect()
-    assert len(dequantized) == 2 and all(storage() is None for _, storage in dequantized)
-
-
-def test_outer_hooks_see_what_is_not_ours() -> None:
-    """Checkpointing, or offloading to the CPU, works by hooks; only the dense weights stay out of them."""
-    inputs, ids = _inputs(3, experts=12)
-    weights = {name: nf4_quantize(inputs.pop(name), block_size=32) for name in ("gate_up", "down")}
-    seen: list[tuple[int, ...]] = []
-    x = inputs.pop("x").requires_grad_()
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        seen.append(tuple(tensor.shape))
-        return tensor.clone()
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        out = _call(ids)(x=x, **inputs, **weights)
-    out.sum().backward()
-    assert tuple(x.shape) in seen and not any(shape[-2:] in ((24, 40), (20, 24)) for shape in seen if len(shape) == 3)
-    assert x.grad is not None and x.grad.isfinite().all()
 
 
 # --- the module -----------------------------------------------------------------------------------------------------
@@ -675,44 +573,6 @@ def test_nf4_linear(dtype: torch.dtype, lora: bool) -> None:
         NF4Linear.from_linear(torch.nn.ReLU())
 
 
-# --- what is measured -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("kernel", "part"),
-    (
-        ("_nf4_dequantize_fwd_words_kernel", "dequantize"),
-        ("_moe_lora_fwd_rows_kernel", "products"),
-        ("_many_rows_kernel", "products"),
-        ("_moe_lora_bwd_wgrad_kernel", "gradients of A and B"),
-        ("_route_fwd_place_kernel", "routing"),
-        ("void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<...", "products"),
-        ("void at::native::vectorized_elementwise_kernel<8, at::native::silu_kernel...", "elementwise and copies"),
-    ),
-)
-def test_kernels_are_counted_to_a_part(kernel: str, part: str) -> None:
-    assert moe_block.part_of(kernel) == part
-
-
-def test_a_case_has_the_same_routing_whatever_was_drawn_before() -> None:
-    torch.manual_seed(1)
-    first = moe_block._routing(6, 16, 4)
-    torch.rand(3, device=runtime.DEVICE)
-    assert torch.equal(moe_block._routing(6, 16, 4), first)
-    assert first.sort(1).values.diff(dim=1).min() > 0  # each token to different experts
-    assert not torch.equal(moe_block._routing(6, 16, 4, seed=1), first)
-    assert torch.equal(moe_block._inputs(6, (16, 8, 8, 4))[1], first)
-
-
-def test_a_small_case_of_the_benchmark_is_right() -> None:
-    pytest.importorskip("transformers", minversion="5")
-    pytest.importorskip("peft")
-    for mode in ("forward", "forward_backward"):
-        problem = moe_block._case(mode, 3, (12, 64, 64, 2)).build()
-        ratios = timing.error_ratios(problem)
-        assert {"grouped_mm", "kernelbook", "kernelbook:dense", "kernelbook:all"} <= set(ratios)
-
-
 # --- bad input ------------------------------------------------------------------------------------------------------
 
 
@@ -809,42 +669,6 @@ def _rowwise(x: Any, gate_up: Any, down: Any, gates: Any, a1: Any, b1: Any, a2: 
         hidden = F.silu(gate) * up
         out = out.index_copy(0, rows, hidden @ down[e].t() + (hidden @ a2[e].t()) @ b2[e].t())
     return (out.view(*ids.shape, -1) * gates[..., None].to(x.dtype)).sum(1)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("active", ("all", "bound"))
-def test_no_synchronisation(active: str) -> None:
-    inputs, ids = _large(8)
-    weights = {name: nf4_quantize(inputs.pop(name)) for name in ("gate_up", "down")}
-    leaves = {name: value.requires_grad_() for name, value in inputs.items()}
-    _call(ids, active=active)(**leaves, **weights).sum().backward()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        _call(ids, active=active)(**leaves, **weights).sum().backward()
-        with pytest.raises(RuntimeError, match="synchroniz"):
-            _call(ids, active="count")(**leaves, **weights)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.gpu
-def test_captures_into_a_graph() -> None:
-    """Replayed with another routing it is right there too: what was captured does not depend on it."""
-    inputs, ids = _large(8)
-    weights = {name: nf4_quantize(inputs.pop(name)) for name in ("gate_up", "down")}
-    with torch.no_grad():
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            _call(ids, active="bound")(**inputs, **weights)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = _call(ids)(**inputs, **weights)
-        ids.copy_(torch.randint(0, 64, ids.shape, device=DEVICE))
-        graph.replay()
-        assert check.relative_error(out, _call(ids, active="all")(**inputs, **weights)) < 0.01
 
 
 @pytest.mark.gpu

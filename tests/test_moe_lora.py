@@ -13,18 +13,10 @@ from hypothesis import strategies as st
 from tensors import call_with, far_apart, guarded_memory, label, randn
 
 import kernelbook as kb
-from bench import moe_lora as bench
 from kernelbook import arguments, check, operators, runtime
 from kernelbook.lab import timing
 from kernelbook.lab.compiled import compile_calls
-from kernelbook.moe_lora import (
-    grouped_mm_moe_lora,
-    kernels,
-    moe_lora_reference,
-    op,
-    route_reference,
-    scatter2scatter_reference,
-)
+from kernelbook.moe_lora import kernels, moe_lora_reference, op, route_reference, scatter2scatter_reference
 from kernelbook.moe_lora.routing import tiles_of_height
 from kernelbook.nf4 import kernels as nf4_kernels
 from kernelbook.study.moe_lora import lora_gradients, moe_lora_recomputed, shrink_products
@@ -255,41 +247,6 @@ def test_every_way_to_cut_the_product(name: str, lora: str) -> None:
             assert lora == "none" or (u is not None and bool(torch.isfinite(u).all()))
 
 
-@pytest.mark.parametrize("split", (1, 3, 8))
-@pytest.mark.parametrize("dtype", (torch.float16, torch.float64), ids=label)
-def test_shares_of_a_long_thin_sum(split: int, dtype: torch.dtype) -> None:
-    if runtime.DEVICE.type == "cuda" and dtype == torch.float64:
-        pytest.skip("float64 products are for the interpreter")
-    ids = _experts(40, 3, 2, 0.1)
-    routing = kb.route(ids, 3)
-    x, lora_a = randn(40, 200, dtype=dtype), randn(3, 5, 200, dtype=dtype)
-    dy, lora_b = randn(80, 24, dtype=dtype), randn(3, 24, 5, dtype=dtype)
-    tiles = kernels.tiles(4, 2, BLOCK_M=16, BLOCK_K=32, BLOCK_R=16, SPLIT=split)
-    with _cut(shrink_tiles=tiles), check.poisoned_empty():
-        u, _ = shrink_products(x, dy, lora_a, lora_b, routing, scaling=0.3)
-    exact = torch.zeros(80, 16, dtype=torch.float64, device=x.device)
-    for position, pair in enumerate(routing.order.tolist()):
-        expert = int(ids.reshape(-1)[pair])
-        if expert < 3:
-            exact[position, :5] = 0.3 * (lora_a[expert].double() @ x[pair // 2].double())
-    assert check.relative_error(u, exact) < (1e-3 if dtype == torch.float16 else 1e-14)
-    assert (u[:, 5:] == 0).all()
-
-
-@pytest.mark.parametrize(
-    "needed",
-    (("x",), ("w",), ("lora_a",), ("lora_b",), ("bias",), ("gates",), LORA, ("x", "gates"), ("lora_b", "bias")),
-    ids=label,
-)
-def test_only_the_gradients_that_are_needed(needed: tuple[str, ...]) -> None:
-    ids = _experts(20, 4, 2, 0.1)
-    for strategy in ("fused", "split"):
-        inputs = _inputs(ids, 4, 33, 20, 4, torch.float32, with_bias=True, gates=torch.float32)
-        _check(inputs, ids, strategy=strategy, grads=needed)
-        if needed not in (("bias",), ("gates",), ("x", "gates"), ("lora_b", "bias")):
-            _check({name: inputs[name] for name in ("x", "w", *LORA)}, ids, strategy=strategy, grads=needed)
-
-
 # --- layouts --------------------------------------------------------------------------------------------------------
 
 
@@ -314,38 +271,6 @@ def test_layouts_of_the_factors(layout: Callable[..., tuple[torch.Tensor, torch.
         inputs = {**_inputs(ids, 5, 40, 48, rank, torch.float16), "lora_a": lora_a / 6, "lora_b": lora_b}
         assert inputs["lora_b"].stride() == lora_b.stride()
         _check(inputs, ids, strategy=strategy)
-
-
-def _layouts() -> dict[str, Callable[..., torch.Tensor]]:
-    return {
-        "transposed": lambda *s: randn(*s[:-2], s[-1], s[-2], dtype=torch.float16).transpose(-1, -2),
-        "every other column": lambda *s: randn(*s[:-1], 2 * s[-1], dtype=torch.float16)[..., ::2],
-        "offset": lambda *s: randn(*s[:-1], s[-1] + 1, dtype=torch.float16)[..., 1:],
-        "expanded": lambda *s: randn(*(1,) * len(s), dtype=torch.float16).expand(s),
-        "reversed dimensions": lambda *s: randn(*s[::-1], dtype=torch.float16).permute(*range(len(s))[::-1]),
-    }
-
-
-@pytest.mark.parametrize("layout", _layouts())
-def test_layouts(layout: str) -> None:
-    make = _layouts()[layout]
-    ids = _experts(18, 3, 2)
-    inputs = {
-        "x": make(18, 40), "w": make(3, 40, 24) / 8, "lora_a": make(3, 4, 40) / 8, "lora_b": make(3, 24, 4),
-        "bias": make(3, 24), "gates": make(18, 2),
-    }  # fmt: skip
-    _check(inputs, ids, strategy="split")
-    dy = make(36, 24)
-    del inputs["gates"]
-    leaves = [t.detach().requires_grad_() for t in inputs.values()]
-    names = list(inputs)
-    for fn, routed in ((kb.moe_lora, {"routing": kb.route(ids, 3)}), (moe_lora_reference, {"expert_ids": ids})):
-        y = fn(**dict(zip(names, leaves, strict=True)), **routed)
-        found = torch.autograd.grad(y, leaves, dy)
-        if fn is kb.moe_lora:
-            ours = found
-    for a, b in zip(ours, found, strict=True):
-        assert check.relative_error(a, b) < 5e-3
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=label)
@@ -392,39 +317,6 @@ def test_without_a_pair(grouped_in: bool, gates: torch.dtype | None) -> None:
     if gates is None:
         del inputs["bias"]
         assert torch.equal(ours(**inputs), kb.scatter2scatter(**inputs, routing=routing, grouped_in=grouped_in))
-
-
-@pytest.mark.parametrize("gates", (None, torch.float32), ids=label)
-def test_operator_and_direct_call_agree(gates: torch.dtype | None) -> None:
-    """Without a gradient to record, the dispatcher is left out; what comes out is the same bit for bit."""
-    ids = _experts(9, 4, 2, 0.1)
-    routing = kb.route(ids, 4)
-    inputs = _inputs(ids, 4, 24, 16, 3, torch.float32, with_bias=True, gates=gates)
-    direct = kb.moe_lora(**inputs, routing=routing)
-    for t in inputs.values():
-        t.requires_grad_()
-    recorded = kb.moe_lora(**inputs, routing=routing)
-    assert recorded.requires_grad and torch.equal(recorded, direct)
-    with torch.no_grad():
-        assert torch.equal(kb.moe_lora(**inputs, routing=routing), direct)
-    dispatched = routing._replace(lists=torch.ops.kernelbook.route(ids, 4, ""))
-    for name in ("order", "inverse", "offsets"):
-        assert torch.equal(getattr(routing, name), getattr(dispatched, name))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=label)
-def test_split_equals_fused(dtype: torch.dtype) -> None:
-    """The two add up in the same order: they differ at most by what the last bit of U is rounded to."""
-    ids = _experts(50, 4, 2, 0.1)
-    routing = kb.route(ids, 4)
-    leaves = [t.requires_grad_() for t in _inputs(ids, 4, 72, 48, 16, dtype).values()]
-    dy = randn(100, 48, dtype=dtype)
-    results = []
-    for strategy in ("split", "fused"):
-        y = kb.moe_lora(*leaves, routing, strategy=strategy, scaling=2.0)
-        results.append((y, *torch.autograd.grad(y, leaves, dy)))
-    for a, b in zip(*results, strict=True):
-        assert check.relative_error(a, b.double()) <= 2 * check.FLOOR[dtype]
 
 
 @pytest.mark.parametrize("strategy", ("fused", "split"))
@@ -506,22 +398,6 @@ def test_recomputing_gives_the_same(dtype: torch.dtype) -> None:
         ours(**{**inputs, "lora_b": inputs["lora_b"][:, 1:]})
 
 
-def test_in_a_feed_forward_block() -> None:
-    """Two layers: grouped between them, gates behind them."""
-    ids, gates = _experts(30, 5, 2), torch.rand(30, 2, device=runtime.DEVICE)
-    up, down = _inputs(ids, 5, 24, 40, 4, torch.float32), _inputs(ids, 5, 40, 24, 4, torch.float32)
-    routing = kb.route(ids, 5)
-    hidden = kb.moe_lora(**up, routing=routing, grouped_out=True).relu()
-    ours = kb.moe_lora(**{**down, "x": hidden}, routing=routing, grouped_in=True, gates=gates)
-    expected = torch.zeros_like(up["x"])
-    for t in range(30):
-        for j in range(2):
-            e = int(ids[t, j])
-            h = (up["x"][t] @ (up["w"][e] + (up["lora_b"][e] @ up["lora_a"][e]).t())).relu()
-            expected[t] += gates[t, j] * (h @ (down["w"][e] + (down["lora_b"][e] @ down["lora_a"][e]).t()))
-    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
-
-
 # --- packed experts -------------------------------------------------------------------------------------------------
 
 
@@ -567,30 +443,6 @@ def _packed_tensor(kind: str, *shape: int) -> kb.NF4Tensor:
     if kind in ("mxfp4", "nvfp4"):
         return kb.fp4_quantize(randn(*shape), format=kind)
     return kb.nf4_quantize(randn(*shape), block_size=int(kind.split()[0]), double_quant="double" in kind)
-
-
-@pytest.mark.gpu
-@HOPPER
-@pytest.mark.parametrize("kind", ("64", "64 double", "32", "4096 double", "mxfp4", "nvfp4"))
-@pytest.mark.parametrize("tokens", (2, 9, 40, 100, 700))
-def test_packed_tiles_by_tensor_cores(tokens: int, kind: str) -> None:
-    """Each of the rule's tiles, both directions, with and without LoRA, against the dequantized matrices."""
-    experts, n, k = 5, 208, 320
-    q = _packed_tensor(kind, experts, n, k)
-    ids = _experts(tokens, experts, 2, 0.2)
-    w = kb.nf4_dequantize(q, dtype=torch.float32).transpose(1, 2)
-    for dtype, gated, rank in ((torch.bfloat16, True, 0), (torch.float16, False, 0), (torch.bfloat16, False, 20)):
-        inputs = _inputs(ids, experts, k, n, max(rank, 1), dtype, with_bias=True, gates=dtype if gated else None)
-        inputs = {name: t for name, t in inputs.items() if name != "w" and (rank or not name.startswith("lora"))}
-        pair = {} if rank else {"lora_a": None, "lora_b": None}
-        check.check_op(
-            functools.partial(kb.moe_lora, w=q, routing=kb.route(ids, experts), scaling=0.5, **pair),
-            lambda ids=ids, pair=pair, **t: moe_lora_reference(
-                w=w.to(t["x"].dtype), expert_ids=ids, scaling=0.5, **pair, **t
-            ),
-            inputs,
-            grads=tuple(inputs),
-        )
 
 
 @pytest.mark.gpu
@@ -646,20 +498,6 @@ def test_packed_experts_without_tokens_do_not_leak() -> None:
     assert (y[[3, 4, 5]] == 0).all() and (dx[2] == 0).all() and (y[[0, 1, 2]] != 0).any(1).all()
 
 
-def test_packed_experts_in_pytorchs_machinery() -> None:
-    ids = _experts(5, 3, 2, 0.2)
-    routing = kb.route(ids, 3)
-    q = kb.nf4_quantize(randn(3, 16, 32), double_quant=True)
-    x = randn(5, 32).requires_grad_()
-    torch.library.opcheck(op._moe_lora.operator, (*op.call_of("moe_lora", x, q, routing), True, ""))
-    compiled = torch.compile(lambda x: kb.scatter2scatter(x * 2, q, routing), fullgraph=True, backend="aot_eager")
-    expected = kb.scatter2scatter(x * 2, q, routing)
-    torch.testing.assert_close(compiled(x), expected)
-    dy = torch.randn_like(expected)
-    for a, b in zip(*(torch.autograd.grad(y, x, dy) for y in (compiled(x), expected)), strict=True):
-        torch.testing.assert_close(a, b)
-
-
 # --- ids that are wrong ---------------------------------------------------------------------------------------------
 
 
@@ -689,42 +527,6 @@ def test_ids_out_of_range_are_skipped(strategy: str, monkeypatch: pytest.MonkeyP
     monkeypatch.undo()
     assert untouched()
     for a, b in zip(*results, strict=True):
-        assert torch.equal(a, b)
-
-
-# --- PyTorch's machinery --------------------------------------------------------------------------------------------
-
-
-def test_gradients_of_gradients_are_an_error() -> None:
-    ids = _experts(4, 3, 2)
-    inputs = {name: t.requires_grad_() for name, t in _inputs(ids, 3, 16, 16, 2, torch.float32).items()}
-    y = kb.moe_lora(**inputs, routing=kb.route(ids, 3))
-    [dx] = torch.autograd.grad(y.square().sum(), inputs["x"], create_graph=True)
-    with pytest.raises(RuntimeError, match="kernelbook::moe_lora_backward cannot be differentiated"):
-        dx.sum().backward()
-
-
-def test_autocast() -> None:
-    kind = runtime.DEVICE.type
-    ids = _experts(9, 4, 2)
-    routing = kb.route(ids, 4)
-    inputs = _inputs(ids, 4, 24, 16, 3, torch.float32, with_bias=True, gates=torch.float32)
-    leaves = [t.requires_grad_() for t in inputs.values()]
-    given = dict(zip(inputs, leaves, strict=True))
-    with torch.autocast(kind, dtype=torch.bfloat16):
-        ours = kb.moe_lora(**given, routing=routing)
-        assert kb.scatter2scatter(given["x"], given["w"], routing).dtype == torch.bfloat16
-    assert ours.dtype == torch.bfloat16
-    plain = moe_lora_reference(**given, expert_ids=ids)
-    assert check.relative_error(ours, plain) < 0.02
-    dy = torch.randn_like(plain)
-    theirs = torch.autograd.grad(plain, leaves, dy)
-    for a, b in zip(torch.autograd.grad(ours, leaves, dy.bfloat16()), theirs, strict=True):
-        assert a.dtype == torch.float32 and check.relative_error(a, b) < 0.03
-    outside, again = kb.moe_lora(**given, routing=routing), kb.moe_lora(**given, routing=routing)
-    with torch.autocast(kind, dtype=torch.bfloat16):  # the backward pass of a float32 forward stays float32
-        grads = torch.autograd.grad(outside, leaves, dy)
-    for a, b in zip(grads, torch.autograd.grad(again, leaves, dy), strict=True):
         assert torch.equal(a, b)
 
 
@@ -888,27 +690,6 @@ def test_offsets_are_64_bit(dtype: torch.dtype, strategy: str, overflow_raises: 
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("target", sorted(runtime.TARGETS))
-def test_tiles_for_every_shape(target: str) -> None:
-    properties = runtime.TARGETS[target]
-    for itemsize in (2, 4, 8):
-        for rows in (1, 100, 16384, 2**20):
-            for experts in (1, 8, 128, 512):
-                for access in ("boxes", "wide", "narrow"):
-                    chosen = kernels.rows_tiles(rows, experts, 16, itemsize, access, properties)
-                    assert chosen.height in kernels.HEIGHTS and chosen.kwargs["SMALL_M"] <= chosen.height
-                for rank in (16, 64, 256):
-                    thin = kernels.shrink_tiles(rows, experts, 4096, rank, itemsize, properties)
-                    assert thin.height in kernels.HEIGHTS and rank % thin.kwargs["BLOCK_R"] == 0
-                    assert kernels.choose_strategy(rows, properties) in op.STRATEGIES[1:]
-
-
-def test_batches_of_like_size_share_their_tiles() -> None:
-    properties = runtime.TARGETS["sm_90"]
-    chosen = {kernels.rows_tiles(rows, 64, 0, 2, "boxes", properties) for rows in range(4097, 8193, 61)}
-    assert len(chosen) == 1
-
-
 def test_tensor_cores_do_not_wait_for_each_instruction() -> None:
     """ptxas serializes all of a kernel's tensor core instructions where one of them does not fit its rules.
 
@@ -977,101 +758,6 @@ def test_real_sizes(problem: tuple[int, ...], strategy: str, dtype: torch.dtype)
             _check(_inputs(ids, experts, k, n, rank, dtype), ids, strategy=strategy)
             inputs = _inputs(ids, experts, k, n, rank, dtype, grouped_in=True, with_bias=True, gates=torch.float32)
             _check(inputs, ids, strategy=strategy, grouped_in=True)
-
-
-@pytest.mark.parametrize("tokens", (1, 4, 2048))
-def test_bytes_are_counted_of_the_experts_that_tokens_choose(tokens: int) -> None:
-    """A few tokens do not reach every expert; a measured call reads the weights of those that have rows."""
-    shape = bench.Shape(8, 32, 48, 2, tokens=tokens)
-    ids = bench._Inputs.of(shape, torch.bfloat16).ids
-    assert all(len(set(chosen)) == 2 for chosen in ids.tolist())
-    case = bench._case("scatter2scatter", "forward", shape, bench._base)
-    rows, used = 2 * tokens, len(ids.unique())
-    assert case.gbytes * 1e9 == pytest.approx(2 * (tokens * 32 + used * 32 * 48 + rows * 48))
-    assert tokens != 4 or used < 8  # else this would not tell experts with rows from all
-
-
-@pytest.mark.gpu
-def test_the_baseline_computes_the_same() -> None:
-    if not runtime.properties().has_tensor_cores:
-        pytest.skip("PyTorch's grouped product needs compute capability 8.0")
-    ids = _experts(200, 8, 2)
-    inputs = _inputs(ids, 8, 128, 256, 16, torch.bfloat16)
-    check.check_op(
-        functools.partial(grouped_mm_moe_lora, expert_ids=ids),
-        functools.partial(moe_lora_reference, expert_ids=ids),
-        inputs,
-        grads=tuple(inputs),
-    )
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("strategy", ("fused", "split"))
-@pytest.mark.parametrize(
-    "problem", ((2048, 64, 8, 1024, 768), (1024, 8, 2, 2048, 2048), (8, 128, 8, 512, 512)), ids=label
-)
-def test_bitwise_reproducible(problem: tuple[int, ...], strategy: str) -> None:
-    tokens, experts, slots, k, n = problem
-    ids = _experts(tokens, experts, slots)
-    inputs = _inputs(ids, experts, k, n, 16, torch.bfloat16, with_bias=True, gates=torch.float32)
-    leaves = [t.requires_grad_() for t in inputs.values()]
-    dy = randn(tokens, n, dtype=torch.bfloat16)
-
-    def run() -> tuple[torch.Tensor, ...]:
-        y = kb.moe_lora(**dict(zip(inputs, leaves, strict=True)), routing=kb.route(ids, experts), strategy=strategy)
-        return y, *torch.autograd.grad(y, leaves, dy)
-
-    first = run()
-    for _ in range(250):
-        assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
-
-
-@pytest.mark.gpu
-def test_no_host_synchronisation() -> None:
-    ids = _experts(64, 8, 2, 0.1)
-    inputs = _inputs(ids, 8, 128, 256, 16, torch.bfloat16, with_bias=True, gates=torch.float32)
-    leaves = [t.requires_grad_() for t in inputs.values()]
-    for _ in range(2):  # the first call compiles
-        for strategy in op.STRATEGIES:
-            torch.cuda.set_sync_debug_mode("error")
-            try:
-                routing = kb.route(ids, 8)
-                kb.moe_lora(
-                    **dict(zip(inputs, leaves, strict=True)), routing=routing, strategy=strategy
-                ).sum().backward()
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=label)
-@pytest.mark.parametrize("strategy", ("fused", "split"))
-def test_cuda_graph(strategy: str, dtype: torch.dtype) -> None:
-    """Routing, forward and backward in one graph; a replay routes other tokens."""
-    ids = _experts(100, 8, 2)
-    inputs = _inputs(ids, 8, 128, 256, 16, dtype)
-    leaves = [t.requires_grad_() for t in inputs.values()]
-    dy = randn(200, 256, dtype=dtype)
-
-    def run() -> tuple[torch.Tensor, ...]:
-        y = kb.moe_lora(*leaves, kb.route(ids, 8), strategy=strategy)
-        return y, *torch.autograd.grad(y, leaves, dy)
-
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run()  # compiles before the capture
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
-    ids.copy_(torch.full_like(ids, 3)), dy.copy_(randn(200, 256))
-    with torch.no_grad():
-        leaves[0].copy_(randn(100, 128))
-    graph.replay()
-    y = moe_lora_reference(*leaves, ids)
-    for ours, exact in zip(captured, (y, *torch.autograd.grad(y, leaves, dy)), strict=True):
-        assert check.relative_error(ours, exact) < (0.02 if dtype == torch.bfloat16 else 1e-4)
 
 
 @pytest.mark.gpu

@@ -6,16 +6,12 @@ import io
 import itertools
 import math
 import pickle
-import sys
-from unittest.mock import MagicMock
 
 import pytest
 import torch
 
 import kernelbook
-from bench import nf4 as bench
-from kernelbook import check, gluon_names, operators, runtime
-from kernelbook.lab import timing
+from kernelbook import check, gluon_names, runtime
 from kernelbook.lab.compiled import compile_calls
 from kernelbook.nf4 import (
     BLOCK_SIZES,
@@ -98,12 +94,6 @@ def test_quantize_takes_the_nearest_code_and_the_lower_one_of_two():
     assert index[:45].tolist() == [*range(15), *range(15), *range(1, 16)]
 
 
-def test_quantize_takes_strided_tensors_in_the_order_of_their_elements():
-    w = torch.randn(8, 6, 4, device=DEV).transpose(0, 2)
-    q, contiguous = nf4_quantize(w), nf4_quantize(w.contiguous())
-    assert torch.equal(q.packed, contiguous.packed) and q.shape == (4, 6, 8)
-
-
 def test_blocks_of_zeros_stay_zero():
     for double_quant in (False, True):
         w = torch.zeros(2, 100, device=DEV)
@@ -153,14 +143,6 @@ def test_dequantize_equals_the_reference_bit_for_bit(shape, double_quant, dtype)
             assert dtype != torch.float32 or same_bits(q.as_float64().float(), dense)
 
 
-@pytest.mark.parametrize("block_size", BLOCK_SIZES)
-def test_all_block_sizes(block_size):
-    for double_quant in (False, True):
-        q = quantized((3, 24, 100), block_size, double_quant)
-        experts = torch.tensor([2, 1], device=DEV)
-        assert same_bits(nf4_dequantize(q, experts=experts), reference(q, experts, torch.bfloat16))
-
-
 @pytest.mark.parametrize("index_dtype", [torch.int64, torch.int32])
 @pytest.mark.parametrize("ids", [[0], [3, 0], [1, 1, 2, 1], [3, 2, 1, 0], []], ids=str)
 @pytest.mark.parametrize("shape", [(4, 16, 32), (4, 3, 8), (4, 7, 5)])
@@ -171,12 +153,6 @@ def test_experts_in_any_order(shape, ids, index_dtype):
         with check.poisoned_empty():
             out = nf4_dequantize(q, experts=experts, dtype=torch.float32)
         assert same_bits(out, reference(q, experts.long()))
-
-
-def test_strided_experts():
-    q = quantized((4, 16, 32))
-    experts = torch.tensor([0, 9, 2, 9], device=DEV)[::2]
-    assert same_bits(nf4_dequantize(q, experts=experts, dtype=torch.float32), reference(q, experts))
 
 
 def test_packed_bytes_at_any_address():
@@ -230,36 +206,6 @@ def prefetch_soon(monkeypatch):
     monkeypatch.setattr(op.kernels, "words_config", config_that_prefetches)
 
 
-@pytest.mark.skipif(not runtime.INTERPRET, reason="only the interpreter's loads can be watched")
-@pytest.mark.parametrize("shape", [(3, 5, 8), (3, 7, 5), (1, 3), (4, 48, 32), (3, 119, 104)])
-def test_nothing_is_read_but_the_chosen_experts(shape, prefetch_soon, monkeypatch):
-    """Every address that a kernel reads belongs to the last expert: nothing of the others, nothing beyond the end."""
-    from triton.runtime import interpreter
-
-    for double_quant in (False, True):
-        q = quantized(shape, 32, double_quant)
-        experts = torch.tensor([shape[0] - 1], device=DEV)
-        expected = reference(q, experts)
-        first = q.numel - q.numel // shape[0]
-        parts = {**q._tensors(), "experts": experts}
-        parts["packed"], parts["absmax"] = q.packed[first // 2 :], q.absmax[first // 32 :]
-        if double_quant:
-            parts["nested_absmax"] = q.nested_absmax[first // 32 // 256 :]
-        ranges = [(part.data_ptr(), part.data_ptr() + part.nbytes) for part in parts.values()]
-        seen = set()
-
-        def load(pointers, mask, other, dtype, seen=seen, real=interpreter._interpreter.load):
-            seen.update(pointers[mask].reshape(-1).tolist())
-            return real(pointers, mask, other, dtype)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(interpreter._interpreter, "load", load)
-            assert same_bits(nf4_dequantize(q, experts=experts, dtype=torch.float32), expected)
-        assert all(any(low <= address < high for low, high in ranges) for address in seen)
-        for low, high in ranges[:2]:  # each byte and each absmax is read
-            assert any(low <= address < high for address in seen)
-
-
 @pytest.mark.parametrize("block_size", [32, 64, 4096])
 @pytest.mark.parametrize("double_quant", [False, True])
 def test_prefetching_changes_nothing(double_quant, block_size, prefetch_soon, monkeypatch):
@@ -291,61 +237,6 @@ def test_matmul(shape, dtype):
             )
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(
-    runtime.INTERPRET or not runtime.HAS_GPU or runtime.properties(runtime.DEVICE).arch != "sm_90",
-    reason="kernels of Hopper GPUs",
-)
-@pytest.mark.parametrize(
-    ("shape", "block_size", "double_quant"),
-    [
-        ((2, 1000, 2112), 64, True),
-        ((3, 72, 320), 64, False),
-        ((1, 520, 4096), 128, True),
-        ((2, 4096, 1088), 4096, False),
-        ((1, 14408, 192), 128, False),
-        ((1, 4096, 1024), 64, False),  # parts of whole chunks, but not of whole steps
-        ((1, 28680, 192), 64, True),
-    ],
-)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_matmul_of_few_tokens_by_tensor_cores(shape, block_size, double_quant, dtype, monkeypatch):
-    """The kernels of a single matrix: one to sixteen warps a row, one to eight parts of K, and rows and sums that fill nothing."""
-    for name in ("PACKED_ELEMENTS", "SOME_ELEMENTS"):
-        monkeypatch.setattr(kernels, name, 0)
-    q = nf4_quantize(torch.randn(shape, device=DEV), block_size=block_size, double_quant=double_quant)
-    w = nf4_dequantize(q, dtype=torch.float32)
-    for tokens in (1, 3, 4, 5, 8, 11, 16, 27, 32, 50, 64):
-        with check.poisoned_empty():
-            check.check_op(
-                lambda x, q=q: nf4_matmul(x, q, torch.tensor([shape[0] - 1], device=DEV)),
-                lambda x, w=w: x @ w[-1].to(x.dtype).t(),
-                {"x": torch.randn(tokens, shape[2], device=DEV).to(dtype)},
-            )
-        assert (
-            nf4_matmul(torch.ones(tokens, shape[2], dtype=dtype, device=DEV), q, torch.tensor([99], device=DEV)) == 0
-        ).all()
-    eye = torch.eye(shape[2], dtype=dtype, device=DEV)
-    rounded = nf4_dequantize(dataclasses.replace(q, code=q.code.to(dtype).float()), dtype=dtype)[0].t()
-    for start in (0, 60, 128, shape[2] - 16):
-        for tokens in (4, 8, 16, 32):
-            chosen = slice(start, start + tokens)
-            check.compare("W", nf4_matmul(eye[chosen], q, 0), w[0].t()[chosen], rounded[chosen]).require()
-    x = torch.randn(64, shape[2], device=DEV, dtype=dtype)
-    for tokens in (9, 32, 64):  # parts of K are added up in one order
-        first = nf4_matmul(x[:tokens], q, 0)
-        assert all(torch.equal(nf4_matmul(x[:tokens], q, 0), first) for _ in range(5))
-
-
-@pytest.mark.parametrize("sms", (16, 78, 114, 132))
-def test_parts_of_k_fill_the_gpu(sms):
-    """Twice as many would be more than two programs a multiprocessor, or shorter than a part may be."""
-    for n, k in ((8, 64), (2048, 2048), (4096, 4096), (4096, 14336), (8192, 8192), (14336, 4096), (151936, 4096)):
-        parts, tiles = products.split_of_k(n, k, sms), -(-n // products.GEMM_OF_ONE["BLOCK_N"])
-        assert parts == 1 or (parts * tiles <= 2 * sms and parts * products.SPLIT_K_LEAST <= k)
-        assert 2 * parts * tiles > 2 * sms or 2 * parts * products.SPLIT_K_LEAST > k
-
-
 @pytest.fixture
 def plan_of_one(monkeypatch):
     """Plans of a single matrix on an H200, of kernels that the interpreter has no launcher for."""
@@ -361,24 +252,6 @@ def plan_of_one(monkeypatch):
 
 
 KINDS_OF_SCALES = ((64, "float32"), (64, "nested"), (32, "e8m0"), (16, "e4m3"))
-
-
-@pytest.mark.skipif(not gluon_names.USABLE, reason="needs Gluon")
-def test_which_kernel_takes_a_single_matrix(plan_of_one):
-    """Few rows, one row of tiles, tiles that fill the GPU, and none where W is made dense."""
-
-    def kind(m, n, k, *format):
-        plan = plan_of_one(m, n, k, *format) if kernels.for_tensor_cores(m, n, k) else None
-        return plan and plan.kind
-
-    for format in KINDS_OF_SCALES:
-        more = None if format[1] == "e4m3" else "gemm"
-        for n, k in ((14336, 4096), (4096, 4096), (4096, 14336)):
-            assert [kind(m, n, k, *format) for m in (1, 8, 16)] == ["skinny"] * 3
-            assert [kind(m, n, k, *format) for m in (17, 64, 128)] == ["gemm"] * 3
-            assert [kind(m, n, k, *format) for m in (129, 512, 513)] == 2 * [more if n == 14336 else None] + [None]
-        assert [kind(m, 2048, 2048, *format) for m in (8, 9, 64)] == [None, "skinny", "gemm"]
-        assert kind(16, 1024, 2048, *format) is None
 
 
 @pytest.mark.skipif(not gluon_names.USABLE, reason="needs Gluon")
@@ -420,23 +293,6 @@ def test_matmul_takes_batches_and_nothing():
     leaf = x.clone().requires_grad_()
     for chosen in ((experts, None), (None, 1)):
         torch.library.opcheck(torch.ops.kernelbook.nf4_matmul.default, (leaf, *parts, *chosen, [2, 6, 64], 64, ""))
-
-
-def test_an_expert_given_as_a_number_is_not_written_to_memory():
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    seen = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.append(func.name())
-            return func(*args, **(kwargs or {}))
-
-    q, x = quantized((2, 6, 64)), torch.randn(3, 64, device=DEV)
-    expected = nf4_matmul(x, q, torch.tensor([1], device=DEV))
-    with Watch():
-        y = nf4_matmul(x, q, 1)
-    assert seen == ["kernelbook::nf4_matmul"] and torch.equal(y, expected)
 
 
 def test_parts_that_are_not_contiguous_are_copied_once():
@@ -503,17 +359,6 @@ def test_bitsandbytes_dequantizes_what_we_quantize(bnb):
         assert same_bits(bnb.dequantize_4bit(packed, state), nf4_dequantize(q, dtype=torch.float16))
     with pytest.raises(ValueError, match=r"q\.code_name must be one of 'nf4', 'fp4'"):
         to_bitsandbytes(dataclasses.replace(q, code_name="int4"))
-
-
-def test_what_is_measured_beside_bitsandbytes_is_the_same(bnb):
-    for double_quant in (False, True):
-        q = quantized((2, 256, 128), 64, double_quant)
-        experts = torch.arange(2, device=DEV)
-        for call in bench._bitsandbytes(q, experts).values():
-            assert same_bits(call()[0], nf4_dequantize(q, experts=experts))
-        x = torch.randn(2, 128, device=DEV).to(torch.bfloat16)
-        (theirs,) = bench._matmul_bitsandbytes(x, q, 1)()
-        assert check.relative_error(nf4_matmul(x, q, 1), theirs) < 1e-2
 
 
 def test_other_storage_and_shapes_of_packed(bnb):
@@ -616,13 +461,6 @@ def test_bad_input():
         nf4_dequantize(nf4_quantize(w[0, 0]), experts=torch.tensor([0], device=DEV))
 
 
-@pytest.mark.skipif(DEV.type == "cuda", reason="ids on a GPU are not range-checked")
-@pytest.mark.parametrize("bad", [2, -1])
-def test_ids_out_of_range_on_the_cpu(bad):
-    with pytest.raises(ValueError, match=r"experts must lie in \[0, 2\)"):
-        nf4_dequantize(quantized((2, 64)), experts=torch.tensor([bad]))
-
-
 @pytest.mark.parametrize("shape", [(4, 16, 32), (4, 7, 5)])
 def test_ids_out_of_range_in_the_kernel_give_zeros(shape, monkeypatch):
     """As on a GPU, where nobody looks at the ids before the kernel does."""
@@ -640,7 +478,6 @@ def test_ids_out_of_range_in_the_kernel_give_zeros(shape, monkeypatch):
 @pytest.mark.parametrize("words", [True, False])
 def test_offsets_are_64_bit(words, overflow_raises):
     """Offsets far beyond 32 bits, without the memory: a negative size masks off every load and store."""
-    from kernelbook.nf4 import kernels
 
     overflow_raises()
     q = quantized((2, 64), double_quant=True)
@@ -655,47 +492,6 @@ def test_offsets_are_64_bit(words, overflow_raises):
     more = {"PREFETCH": "load"} if words else {}
     kernel[(4,)](*arguments, 2**30, -(2**30), 1, True, 64, "nested", **config.kwargs, **more)
     assert bool((out == 0).all())
-
-
-@pytest.mark.parametrize(("rows", "fits"), ((16383, True), (16384, False)))
-def test_a_peer_is_left_out_where_its_grid_is_too_large(rows: int, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = MagicMock()
-    for name in ("bitsandbytes", "bitsandbytes.functional"):
-        monkeypatch.setitem(sys.modules, name, found)
-    monkeypatch.setattr(bench.baselines, "has", lambda name: True)
-    monkeypatch.setattr(bench.baselines, "axolotl", lambda name: found)
-    q = MagicMock(shape=(2, rows, 4096), nested_absmax=None)
-    assert ("axolotl" in bench._bitsandbytes(q, torch.tensor([1]))) == fits
-    assert (
-        "axolotl for experts of more than 67,107,840 elements (its launch grid is too large)" in bench.BENCH.missing()
-    )
-
-
-def test_benchmark_cases_are_correct():
-    cases = [bench._format_case(format, (16, 256), 3) for format in bench.BITS]
-    for double_quant in (False, True):
-        cases.append(bench._case((4, 64, 256), 2, 64, double_quant))
-        cases.append(bench._matmul_case((2, 16, 256), 3, 64, double_quant))
-    for case in cases:
-        timing.error_ratios(case.build())  # which raises where ours is wrong
-    assert len(list(bench.cases())) == 68 + 3 * 2 * 9
-    for call in bench.host_calls().values():
-        call()
-
-
-@pytest.mark.parametrize("op", ["copy_", "fill_"])
-def test_the_floors_move_the_bytes_that_they_count(op):
-    case = bench._plain_case(op, (4, 16, 32), 3, 64)
-    problem = bench._plain_problem(op, 100)
-    (out,) = problem.providers["torch"]()
-    assert torch.equal(out, problem.truth()[0])
-    assert case.gbytes * 1e9 == 3 * 16 * 32 * (2.5625 if op == "copy_" else 2)
-    (moved,) = case.build().providers["torch"]()
-    assert moved.nbytes * (2 if op == "copy_" else 1) == round(case.gbytes * 1e9)
-
-
-def test_public_names():
-    assert kernelbook.nf4_dequantize is nf4_dequantize and kernelbook.NF4Tensor is NF4Tensor
 
 
 def test_compiled_kernels():
@@ -756,69 +552,6 @@ def test_nan_stays_visible(n: int, double_quant: bool) -> None:
     if not double_quant:
         assert q.absmax.isnan().tolist() == [False, False, False, True]
         assert out[:192].isfinite().all()
-
-
-def test_calls_of_one_kind_share_a_plan() -> None:
-    q, other = (nf4_quantize(torch.randn(3, 16, 64, device=DEV)) for _ in range(2))
-    x, ids = torch.randn(2, 64, device=DEV), torch.tensor([2], device=DEV)
-    operators.forget_plans()
-    for expert in (0, 2, ids, ids - 1):
-        for given in (q, other):
-            nf4_matmul(x, given, expert), nf4_dequantize(given, experts=ids - 1)
-    assert len(operators._plans) == 4  # one for each number, one for tensors, one to dequantize
-    x.requires_grad_()
-    nf4_matmul(x, q, 2).sum().backward()
-    assert len(operators._plans) == 5
-    torch.testing.assert_close(x.grad, nf4_dequantize(q, dtype=torch.float32)[2].sum(0).expand(2, 64))
-    for plan in operators._plans.values():
-        assert not any(isinstance(getattr(plan, field.name), torch.Tensor) for field in dataclasses.fields(plan))
-
-
-def test_what_decides_is_part_of_the_key() -> None:
-    q, double = (nf4_quantize(torch.randn(2, 3, 8, device=DEV), double_quant=double) for double in (False, True))
-    memory = torch.zeros(q.packed.numel() + 1, dtype=torch.uint8, device=DEV)
-    moved = dataclasses.replace(q, packed=memory[1:].copy_(q.packed))
-    flat = dataclasses.replace(q, shape=(6, 8))
-    ids = torch.tensor([1, 0], device=DEV)
-    operators.forget_plans()
-    seen = 0
-    for how in ({}, {"experts": ids}, {"experts": ids[:1]}, {"experts": ids.int()}, {"dtype": torch.float32}):
-        for given in (q, double, moved, flat):
-            out, seen = nf4_dequantize(given, **how), seen + 1
-            assert len(operators._plans) == seen
-            assert same_bits(out, reference(given, how.get("experts"), how.get("dtype", torch.bfloat16)))
-
-
-def test_what_the_backward_pass_reads_may_not_be_changed() -> None:
-    q, x = nf4_quantize(torch.randn(2, 16, 64, device=DEV)), torch.randn(2, 64, device=DEV).requires_grad_()
-    y = nf4_matmul(x, q, 1)
-    q.absmax.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
-
-
-@pytest.mark.parametrize("tokens", [3, 20])
-def test_matmul_has_the_dtype_of_x_under_autocast(tokens: int) -> None:
-    q = nf4_quantize(torch.randn(2, 16, 64, device=runtime.DEVICE))
-    x = torch.randn(tokens, 64, device=runtime.DEVICE).requires_grad_()
-    expected = nf4_matmul(x, q, 1)
-    with torch.autocast(runtime.DEVICE.type, dtype=torch.bfloat16):
-        y = nf4_matmul(x, q, 1)
-    assert y.dtype == torch.float32
-    torch.testing.assert_close(y, expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_double_quantization_whatever_the_default_dtype(dtype: torch.dtype) -> None:
-    w = torch.randn(4, 64, device=runtime.DEVICE)
-    expected = nf4_quantize(w, double_quant=True)
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device("meta"):
-            q = nf4_quantize(w, double_quant=True)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert torch.equal(q.packed, expected.packed) and torch.equal(q.absmax, expected.absmax)
 
 
 def test_an_expert_is_an_integer_and_a_code_a_code_book() -> None:

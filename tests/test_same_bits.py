@@ -6,14 +6,12 @@ would pass for sizes at which no rule changes its mind.
 
 import asyncio
 import copy
-import dataclasses
 import itertools
 import pickle
 import threading
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -21,9 +19,9 @@ from hypothesis import strategies as st
 from tensors import randn
 
 import kernelbook as kb
-from kernelbook import interpreter, operators, runtime
+from kernelbook import operators, runtime
 from kernelbook.attention import kernels_same_bits
-from kernelbook.launch import AutotunedLaunch, Launch, launcher
+from kernelbook.launch import AutotunedLaunch, launcher
 from kernelbook.layer_norm import kernels as layer_norm
 from kernelbook.nn import LoRAPair, SameBitsLinear, gated_experts, linear, swap
 from kernelbook.study import layer_norm_with_locks
@@ -42,30 +40,6 @@ def rows_of(found: Any, rows: torch.Tensor) -> Any:
 
 
 # --- the mode -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("batch", [(), (2,)])
-def test_the_interpreter_s_product_of_a_row_does_not_depend_on_its_place_in_the_tile(batch: tuple[int, ...]) -> None:
-    @dataclasses.dataclass
-    class Handle:
-        data: Any
-        dtype: str
-
-    def dot(_: Any, a: Handle, b: Handle, acc: Handle, precision: str) -> Handle:
-        """Like a BLAS that adds later rows in another order, on every CPU."""
-        product = a.data @ b.data + acc.data
-        return Handle(product + np.arange(product.shape[-2])[:, None], acc.dtype)
-
-    a, b = (
-        np.arange(12.0).reshape(4, 3) + np.zeros((*batch, 1, 1)),
-        np.arange(15.0).reshape(3, 5) + np.zeros((*batch, 1, 1)),
-    )
-    arguments = (Handle(a, "a"), Handle(b, "b"), Handle(np.ones((*batch, 4, 5)), "acc"), "ieee")
-    call = interpreter._row_by_row(dot)
-    with kb.same_bits():
-        found = call(None, *arguments)
-    assert found.dtype == "acc" and np.array_equal(found.data, a @ b + 1)
-    assert not np.array_equal(call(None, *arguments).data, found.data)
 
 
 def test_the_mode_belongs_to_a_thread_and_a_task() -> None:
@@ -93,26 +67,6 @@ def test_the_mode_belongs_to_a_thread_and_a_task() -> None:
     assert seen == [True] * 6 and not runtime.in_same_bits() and not runtime.properties().same_bits
     with pytest.raises(TypeError, match="same_bits: enabled must be a bool, got int"), kb.same_bits(1):  # type: ignore[arg-type]
         pass
-
-
-def test_plans_of_the_mode_are_its_own_and_its_kernels_fuse_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    launched: list[dict[str, Any]] = []
-    call = Launch.__call__
-    monkeypatch.setattr(
-        Launch,
-        "__call__",
-        lambda self, *args: launched.append(self.constants) or call(self, *args),  # type: ignore[func-returns-value]
-    )
-    x, q = randn(3, 64), randn(1, 2, 3, 16)
-    for _ in range(2):
-        for enabled in (True, False):
-            launched.clear()
-            with kb.same_bits(enabled):
-                kb.rms_norm(x)
-                kb.flash_attention(q, q, q)
-            assert len(launched) == 2
-            assert all(("enable_fp_fusion" in constants) == enabled for constants in launched)
-            assert ("PART" in launched[1]) == enabled
 
 
 def test_nothing_is_autotuned_in_the_mode(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -481,17 +435,6 @@ def test_gradients_of_a_sequence_do_not_see_the_others_nor_padding() -> None:
     assert same(found[0], found[1]) and same(found[0], found[2])
 
 
-def test_weights_gradients_are_the_same_run_after_run() -> None:
-    x, w = randn(40, 64), randn(32, 64).requires_grad_()
-    found = []
-    for _ in range(2):
-        with kb.same_bits():
-            linear(x, w).square().sum().backward()
-        found.append(w.grad)
-        w.grad = None
-    assert same(*found)
-
-
 # --- whole models ----------------------------------------------------------------------------------------------------
 
 
@@ -705,12 +648,6 @@ def _large_model(kind: str, **sizes: Any) -> Any:
     return interop.use_kernels(model.to(torch.bfloat16))
 
 
-def _of_tokens(model: Any, ids: torch.Tensor, **more: Any) -> torch.Tensor:
-    """The log-probability of each next token, (B, N - 1), in float32."""
-    found = _log_probs(model, ids[:, :-1], **more)
-    return found.gather(2, ids[:, 1:, None])[..., 0]
-
-
 @torch.no_grad()
 def _generated(model: Any, ids: torch.Tensor, prompt: int, chunk: int) -> torch.Tensor:
     """The same of ids (B, N), of which ``prompt`` tokens are read in chunks, and then one at a time."""
@@ -748,25 +685,6 @@ def test_training_and_generation_agree_at_the_sizes_of_a_model(kind: str) -> Non
                     else:
                         different += int((found != packed[:size]).sum())
     assert tokens >= 10_000 and different > 0
-
-
-@pytest.mark.gpu
-@pytest.mark.slow
-@pytest.mark.memory
-def test_padded_batches_of_several_lengths() -> None:
-    model = _large_model("nf4")
-    lengths = (700, 512, 300, 260, 150, 70, 40, 16)
-    ids = torch.randint(1, 50000, (len(lengths), max(lengths)), device=runtime.DEVICE)
-    mask = torch.arange(max(lengths), device=runtime.DEVICE) < torch.tensor(lengths, device=runtime.DEVICE)[:, None]
-    packed = torch.cat([row[:n] for row, n in zip(ids, lengths, strict=True)])[None]
-    places = torch.cat([torch.arange(n) for n in lengths])[None].to(runtime.DEVICE)
-    with swap(model, same_bits=True, quiet=True), torch.no_grad():
-        of_packed = _log_probs(model, packed, position_ids=places, use_cache=False)[0].split(lengths)
-        of_padded = _log_probs(model, ids, attention_mask=mask.long(), use_cache=False)
-        for row, n, expected in zip(of_padded, lengths, of_packed, strict=True):
-            assert same(row[:n], expected)
-        for i in (0, 3, 7):
-            assert same(_log_probs(model, ids[i : i + 1, : lengths[i]], use_cache=False)[0], of_packed[i])
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from tensors import call_with, far_apart, guarded_memory, label, launches, randn, with_tensor_cores
+from tensors import call_with, far_apart, guarded_memory, label, randn
 
 import kernelbook as kb
 from kernelbook import arguments, check, operators, runtime
@@ -140,18 +140,6 @@ def test_every_way_to_compute_it(name: str, gated: bool, dtype: torch.dtype) -> 
         _check_gather(network, neurons, "gelu_tanh", grads=False)
 
 
-def test_the_rules_name_every_way() -> None:
-    found = set()
-    for dtype in ("float16", "bfloat16", "float32", "float64"):
-        for m in (1, 2, 16, 17, 128, 1024, 2**20):
-            for active in (1, 100, 16384):
-                for target in runtime.TARGETS.values():
-                    plan = kernels.plan(m, 4096, 4096, active, dtype, bool(active % 3), target)
-                    found.add(plan.strategy)
-                    assert plan.up_split >= 1 and plan.down_split >= 1
-    assert found == {"vector", "tiles", "packed"}
-
-
 # --- values and gradients -------------------------------------------------------------------------------------------
 
 
@@ -215,25 +203,6 @@ def test_any_shape(
     _check_gather(network, neurons, activation)
 
 
-@pytest.mark.parametrize(
-    "needed", (("x",), ("w_up",), ("w_down",), ("w_gate", "b_gate"), ("x", "b_up"), ("b_down",)), ids=label
-)
-def test_only_the_gradients_that_are_needed(needed: tuple[str, ...]) -> None:
-    network = _network(5, 24, 40, 16, gated=True, bias=True)
-    how = {"neurons": _neurons(40, 20), "activation": "silu"}
-    check.check_op(
-        functools.partial(kb.scatter_ffn, **how), functools.partial(scatter_ffn_reference, **how), network, grads=needed
-    )
-    rows = how["neurons"]
-    for name in ("x", "weight", "bias"):
-        check.check_op(
-            functools.partial(kb.gather_matmul, rows=rows),
-            functools.partial(gather_matmul_reference, rows=rows),
-            {"x": network["x"], "weight": network["w_up"], "bias": network["b_up"]},
-            grads=(name,),
-        )
-
-
 @pytest.mark.parametrize("gated", (False, True), ids=("plain", "gated"))
 def test_no_neuron_and_none_given(gated: bool) -> None:
     """No neuron: what is left is the bias. ``None``: a dense network."""
@@ -270,27 +239,6 @@ def test_leading_shapes(leading: tuple[int, ...]) -> None:
     _check_gather(network, _neurons(40, 11))
 
 
-def _layouts() -> dict[str, Callable[[int, int], torch.Tensor]]:
-    return {
-        "transposed": lambda m, n: randn(n, m, dtype=torch.float16).T,
-        "every other row": lambda m, n: randn(2 * m, n, dtype=torch.float16)[::2],
-        "every other column": lambda m, n: randn(m, 2 * n, dtype=torch.float16)[:, ::2],
-        "expanded rows": lambda m, n: randn(1, n, dtype=torch.float16).expand(m, n),
-        "offset": lambda m, n: randn(m, n + 1, dtype=torch.float16)[:, 1:],
-    }
-
-
-@pytest.mark.parametrize("layout", _layouts())
-@pytest.mark.parametrize("m", (1, 20))
-def test_layouts(m: int, layout: str) -> None:
-    make = _layouts()[layout]
-    network = {"x": make(m, 40), "w_up": make(50, 40), "w_down": make(50, 24), "w_gate": make(50, 40)}
-    network |= {"b_up": randn(100, dtype=torch.float16)[::2], "b_down": randn(48, dtype=torch.float16)[::2]}
-    neurons = torch.randint(0, 50, (60,), device=runtime.DEVICE)[::2]  # the list itself has strides
-    _check_ffn(network, neurons, "silu")
-    _check_gather(network, neurons)
-
-
 # --- what is not listed ---------------------------------------------------------------------------------------------
 
 
@@ -315,29 +263,6 @@ def test_rows_that_are_not_listed_are_never_read(m: int, dtype: torch.dtype) -> 
         assert torch.isfinite(grad).all(), name
         if grad.shape[0] == 90:
             assert not grad[others].any() and grad[~others].any(), name
-
-
-@pytest.mark.parametrize("m", (1, 20))
-def test_the_order_of_the_list_does_not_matter(m: int) -> None:
-    network = _network(m, 40, 90, 24, torch.float16)
-    neurons = _neurons(90, 50)
-    y = kb.scatter_ffn(**network, neurons=neurons)
-    again = kb.scatter_ffn(**network, neurons=neurons.flip(0))
-    exact = scatter_ffn_reference(**{k: v.double() for k, v in network.items()}, neurons=neurons)
-    for result in (y, again):
-        check.compare("y", result, exact, scatter_ffn_reference(**network, neurons=neurons)).require()
-
-
-def test_a_neuron_that_is_listed_twice_counts_twice() -> None:
-    network = _network(3, 24, 40, 16)
-    once = torch.tensor([5, 7, 9], device=runtime.DEVICE)
-    twice = torch.tensor([5, 7, 7, 9, 7], device=runtime.DEVICE)
-    only = torch.tensor([7], device=runtime.DEVICE)
-    y = kb.scatter_ffn(**network, neurons=twice)
-    expected = kb.scatter_ffn(**network, neurons=once) + 2 * kb.scatter_ffn(**network, neurons=only)
-    torch.testing.assert_close(y, expected)
-    _check_ffn(network, twice)
-    _check_gather(network, twice)
 
 
 BAD_IDS = {"too large": [1, 40], "negative": [-1, 2]}
@@ -379,54 +304,6 @@ def test_ids_out_of_range_count_as_no_neuron(name: str, monkeypatch: pytest.Monk
     assert untouched()
     for ours, expected in zip(*reversed(results), strict=True):
         torch.testing.assert_close(ours, expected, rtol=2e-3, atol=2e-3)
-
-
-# --- PyTorch's machinery --------------------------------------------------------------------------------------------
-
-
-def test_autocast_is_that_of_linear() -> None:
-    kind = runtime.DEVICE.type
-    network = {k: t.requires_grad_() for k, t in _network(5, 24, 40, 16, gated=True, bias=True).items()}
-    leaves = tuple(network.values())
-    ids = _neurons(40, 40)
-    with torch.autocast(kind, dtype=torch.bfloat16):
-        ours, plain = kb.scatter_ffn(**network, neurons=ids, activation="silu"), dense_ffn(**network, activation="silu")
-        assert kb.gather_matmul(network["x"], network["w_up"], ids).dtype == torch.bfloat16
-    assert ours.dtype == plain.dtype == torch.bfloat16
-    for a, b in zip(torch.autograd.grad(ours.sum(), leaves), torch.autograd.grad(plain.sum(), leaves), strict=True):
-        assert a.dtype == b.dtype == torch.float32
-        assert check.relative_error(a, b) < 0.01
-    outside, again = (kb.scatter_ffn(**network, neurons=ids, activation="silu") for _ in range(2))
-    with torch.autocast(kind, dtype=torch.bfloat16):  # the backward pass of a float32 forward stays float32
-        grads = torch.autograd.grad(outside.sum(), leaves)
-    for a, b in zip(grads, torch.autograd.grad(again.sum(), leaves), strict=True):
-        assert torch.equal(a, b)
-
-
-@with_tensor_cores
-@pytest.mark.parametrize("m", (1, 16))
-def test_two_launches_a_call(m: int) -> None:
-    network, neurons = _network(m, 24, 40, 16, torch.float16, gated=True, bias=True), _neurons(40, 9)
-    assert launches(lambda: kb.gather_matmul(network["x"], network["w_up"], neurons)) == 1
-    assert launches(lambda: kb.scatter_ffn(**network, neurons=neurons, activation="silu")) == 2
-
-
-def test_always_the_same_bits() -> None:
-    network = {k: t.requires_grad_() for k, t in _network(3, 40, 90, 24, torch.float16, gated=True).items()}
-    neurons = torch.cat([_neurons(90, 50), _neurons(90, 10)])
-
-    def run() -> list[torch.Tensor]:
-        y = kb.scatter_ffn(**network, neurons=neurons, activation="silu")
-        return [y, *torch.autograd.grad(y.sum(), tuple(network.values()))]
-
-    first = run()
-    for _ in range(3):
-        assert all(torch.equal(a, b) for a, b in zip(run(), first, strict=True))
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        assert all(torch.equal(a, b) for a, b in zip(run(), first, strict=True))
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 # --- the module -----------------------------------------------------------------------------------------------------
@@ -775,53 +652,6 @@ def test_real_sizes(problem: tuple[int, ...], gated: bool, dtype: torch.dtype) -
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("m", (1, 8, 16, 32, 64, 128, 256, 1024))
-def test_bitwise_reproducible(m: int) -> None:
-    network = _network(m, 4096, 16384, 4096, torch.bfloat16)
-    for count in (330, 1638, 8192) if m <= 128 else (1638,):
-        neurons = _neurons(16384, count)
-        first = kb.scatter_ffn(**network, neurons=neurons)
-        junk = torch.empty(2**24, device=runtime.DEVICE)
-        for i in range(250):
-            if i % 10 == 0:
-                junk.random_()  # other work in the caches
-            assert torch.equal(kb.scatter_ffn(**network, neurons=neurons), first)
-
-
-@pytest.mark.gpu
-def test_gradients_are_bitwise_reproducible() -> None:
-    network = {k: t.requires_grad_() for k, t in _network(64, 1024, 4096, 1024, torch.bfloat16, gated=True).items()}
-    neurons = torch.randint(0, 4096, (1000,), device=runtime.DEVICE)
-
-    def run() -> list[torch.Tensor]:
-        y = kb.scatter_ffn(**network, neurons=neurons, activation="silu")
-        return [y, *torch.autograd.grad(y.float().square().sum(), tuple(network.values()))]
-
-    first = run()
-    for _ in range(50):
-        assert all(torch.equal(a, b) for a, b in zip(run(), first, strict=True))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("m", (1, 16, 128, 1024))
-@pytest.mark.parametrize("gated", (False, True), ids=("plain", "gated"))
-def test_cuda_graph_with_new_neurons(m: int, gated: bool) -> None:
-    """The list may change between replays."""
-    network = _network(m, 1024, 4096, 1024, torch.bfloat16, gated=gated)
-    neurons = _neurons(4096, 500)
-    kb.scatter_ffn(**network, neurons=neurons)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = kb.scatter_ffn(**network, neurons=neurons)
-    for _ in range(20):
-        neurons.copy_(_neurons(4096, 500))
-        network["x"].normal_()
-        graph.replay()
-        assert torch.equal(y, kb.scatter_ffn(**network, neurons=neurons))
-
-
-@pytest.mark.gpu
 @pytest.mark.alone
 def test_calls_follow_each_other_closely() -> None:
     """Kernels that start early must not overtake what they wait for, also when calls share their buffers."""
@@ -834,19 +664,6 @@ def test_calls_follow_each_other_closely() -> None:
         # The input comes from a kernel right before, and each output goes into one right after.
         results = [kb.scatter_ffn(**{**network, "x": x * 1.0}, neurons=ids) + 0 for ids in lists]
         assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
-
-
-@pytest.mark.gpu
-@pytest.mark.alone
-def test_first_call_is_short() -> None:
-    from bench import scatter_ffn as bench
-
-    for case in bench.cases():
-        if case.mode == "first_call":
-            problem = case.build()
-            assert isinstance(problem, timing.FirstCall)
-            for code in problem.providers.values():
-                assert timing.first_call_ms(code) < 10_000
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=label)
@@ -886,16 +703,3 @@ def test_with_atomics_wants_no_order() -> None:
             scatter_ffn_with_atomics(**given)
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.gpu
-def test_dense_from_the_list_of_all() -> None:
-    network = _network(8, 1024, 4096, 1024, torch.bfloat16)
-    everything = torch.arange(4096, device=runtime.DEVICE)
-    ours = kb.scatter_ffn(**network, neurons=everything)
-    exact = dense_ffn(**{k: v.double() for k, v in network.items()})
-    check.compare("y", ours, exact, dense_ffn(**network)).require()
-    assert torch.equal(
-        kb.scatter_ffn(**network, neurons=None),
-        F.linear(F.linear(network["x"], network["w_up"]).relu(), network["w_down"].t()),
-    )

@@ -3,7 +3,7 @@
 import functools
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from tensors import call_with, far_apart, guarded_memory, label, launches, randn, with_tensor_cores
+from tensors import call_with, guarded_memory, label, randn, with_tensor_cores
 
 import kernelbook as kb
 from kernelbook import arguments, check, operators, runtime
@@ -179,20 +179,6 @@ def test_every_way_to_cut_the_work(
         assert check.relative_error(dx, sparse_dx_reference(dy.double(), weight.double(), ids)) < tolerance
 
 
-@pytest.mark.parametrize("needed", (("x",), ("weight",), ("bias",), ("weight", "bias"), ("x", "bias")), ids=label)
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=label)
-def test_only_the_gradients_that_are_needed(needed: tuple[str, ...], dtype: torch.dtype) -> None:
-    given = {"active_chunks": _chunks(70, 16, 2), "chunk_size": 16}
-    inputs = {"x": randn(20, 33, dtype=dtype), "weight": randn(70, 33, dtype=dtype), "bias": randn(70, dtype=dtype)}
-    for mode in MODES:
-        check.check_op(
-            functools.partial(kb.sparse_linear, mode=mode, **given),
-            functools.partial(sparse_linear_reference, mode=mode, **given),
-            inputs,
-            grads=needed,
-        )
-
-
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=label)
 def test_no_active_chunk_and_all_of_them(dtype: torch.dtype) -> None:
     x, weight, bias = randn(9, 24, dtype=dtype), randn(70, 24, dtype=dtype), randn(70, dtype=dtype)
@@ -213,25 +199,6 @@ def test_without_ids_and_in_mode_dense_it_is_linear() -> None:
     ):
         for a, b in zip(torch.autograd.grad(ours.square().sum(), (x, weight, bias)), plain, strict=True):
             assert torch.equal(a, b)
-
-
-def _layouts() -> dict[str, Callable[[int, int], torch.Tensor]]:
-    return {
-        "transposed": lambda m, n: randn(n, m, dtype=torch.float16).T,
-        "every other row": lambda m, n: randn(2 * m, n, dtype=torch.float16)[::2],
-        "every other column": lambda m, n: randn(m, 2 * n, dtype=torch.float16)[:, ::2],
-        "expanded rows": lambda m, n: randn(1, n, dtype=torch.float16).expand(m, n),
-        "expanded": lambda m, n: randn(1, 1, dtype=torch.float16).expand(m, n),
-        "offset": lambda m, n: randn(m, n + 1, dtype=torch.float16)[:, 1:],
-    }
-
-
-@pytest.mark.parametrize("layout", _layouts())
-@pytest.mark.parametrize("chunk", (16, 64))
-def test_layouts(layout: str, chunk: int) -> None:
-    make = _layouts()[layout]
-    bias = randn(300, dtype=torch.float16)[::2]
-    _check_all(make(34, 40), make(150, 40), bias, make(34, 150), _chunks(300, 2 * chunk, 2), chunk)
 
 
 @pytest.mark.parametrize("leading", ((), (3,), (2, 3), (2, 0, 3), (2, 1, 3)), ids=label)
@@ -358,35 +325,6 @@ def test_baselines_compute_the_same() -> None:
             torch.testing.assert_close(ours, ref, rtol=1e-4, atol=1e-5)
 
 
-@with_tensor_cores
-def test_one_launch_a_call() -> None:
-    x, weight, dy = (randn(*s, dtype=torch.float16) for s in ((5, 24), (72, 24), (5, 72)))
-    ids = _chunks(72, 16, 2)
-    assert launches(lambda: kb.sparse_forward(x, weight, None, ids, chunk_size=16)) == 1
-    assert launches(lambda: kb.sparse_dw(x, dy, ids, chunk_size=16)) == 1
-    assert launches(lambda: kb.sparse_dx(dy, weight, ids, chunk_size=16)) == 1
-    assert launches(lambda: kb.sparse_backward(x, weight, dy, ids, chunk_size=16)) == 1
-
-
-def test_autocast_is_that_of_linear() -> None:
-    kind = runtime.DEVICE.type
-    leaves = [t.requires_grad_() for t in (randn(5, 24), randn(70, 24), randn(70))]
-    ids = _chunks(70, 16, 5)
-    with torch.autocast(kind, dtype=torch.bfloat16):
-        ours, plain = kb.sparse_linear(*leaves, ids, chunk_size=16, mode="sparse_dw_dx"), F.linear(*leaves)
-        assert kb.sparse_dx(ours, leaves[1], ids, chunk_size=16).dtype == torch.bfloat16
-    assert ours.dtype == plain.dtype == torch.bfloat16
-    for a, b in zip(torch.autograd.grad(ours.sum(), leaves), torch.autograd.grad(plain.sum(), leaves), strict=True):
-        assert a.dtype == b.dtype == torch.float32
-        torch.testing.assert_close(a, b, rtol=0.02, atol=0.02)
-    outside = kb.sparse_linear(*leaves, ids[:3], chunk_size=16, mode="sparse_dw_dx")
-    outside_again = kb.sparse_linear(*leaves, ids[:3], chunk_size=16, mode="sparse_dw_dx")
-    with torch.autocast(kind, dtype=torch.bfloat16):  # the backward pass of a float32 forward stays float32
-        grads = torch.autograd.grad(outside.sum(), leaves)
-    for ours, exact in zip(grads, torch.autograd.grad(outside_again.sum(), leaves), strict=True):
-        assert torch.equal(ours, exact)
-
-
 @pytest.mark.parametrize("frozen", ("x", "weight"))
 def test_gradients_of_gradients_where_one_tensor_is_frozen(frozen: str) -> None:
     tensors = {"x": randn(5, 24), "weight": randn(32, 24)}
@@ -500,36 +438,6 @@ def test_bad_input_says_what_is_wrong(name: str) -> None:
         call()
 
 
-@pytest.mark.skipif(not runtime.INTERPRET, reason="the interpreter's overflow check")
-@pytest.mark.parametrize("dtype", (torch.float16, torch.float32), ids=label)
-def test_offsets_are_64_bit(dtype: torch.dtype, overflow_raises: Callable[[], None]) -> None:
-    """Two rows of x and dY lie 2^31 + 8 elements apart, the last row of W as far from the first."""
-    d_in, d_out, chunk = 24, 48, 16
-    far, step = 2**31 + 8, 2**26 + 8
-    ids = torch.tensor([2, 0])
-    dense = [randn(2, d_in, dtype=dtype), randn(2, d_out, dtype=dtype), randn(d_out, d_in, dtype=dtype)]
-    x, dy, weight = (far_apart(t, stride) for t, stride in zip(dense, (far, far, step), strict=True))
-    expected = kb.sparse_backward(dense[0], dense[2], dense[1], ids, chunk_size=chunk)
-    y = kb.sparse_forward(dense[0], dense[2], None, ids, chunk_size=chunk)
-    overflow_raises()
-    for a, b in zip(kb.sparse_backward(x, weight, dy, ids, chunk_size=chunk), expected, strict=True):
-        torch.testing.assert_close(a, b)
-    torch.testing.assert_close(kb.sparse_forward(x, weight, None, ids, chunk_size=chunk), y)
-
-
-@pytest.mark.parametrize("target", sorted(runtime.TARGETS))
-def test_plans_cover_every_shape(target: str) -> None:
-    properties = runtime.TARGETS[target]
-    for itemsize in kernels.TILES:
-        for m in (1, 100, 8192, 2**20):
-            for active in (16, 1664, 16384):
-                plan = kernels.plan_backward(m, 4096, active, itemsize, True, True, False, properties)
-                assert plan.split >= 1 and plan.config.num_stages >= 2
-    assert properties.has_tma == (target in ("sm_90", "sm_100", "sm_103", "sm_120", "sm_121"))
-    long = kernels.plan_backward(2**20, 64, 64, 2, True, False, False, properties)
-    assert long.split > 1  # one tile of dW, so the rows are shared
-
-
 @with_tensor_cores
 @pytest.mark.usefixtures("_forgotten")
 @pytest.mark.parametrize("m", (1, 40))
@@ -609,17 +517,6 @@ def test_real_sizes(problem: tuple[int, ...], count: int, dtype: torch.dtype, tf
         )  # fmt: skip
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("shape", ((8192, 1024, 4096), (512, 4096, 2048), (65536, 64, 256)), ids=label)
-def test_bitwise_reproducible(shape: tuple[int, ...]) -> None:
-    m, d_in, d_out = shape
-    x, weight, dy = (randn(*s, dtype=torch.bfloat16) for s in ((m, d_in), (d_out, d_in), (m, d_out)))
-    ids = _chunks(d_out, 64, max(1, d_out // 640))
-    first = kb.sparse_backward(x, weight, dy, ids)
-    for _ in range(250):
-        assert all(torch.equal(a, b) for a, b in zip(first, kb.sparse_backward(x, weight, dy, ids), strict=True))
-
-
 @pytest.mark.usefixtures("_forgotten")
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=label)
@@ -635,46 +532,3 @@ def test_ordinary_loads_are_bitwise_reproducible(
     for _ in range(250):
         again = kb.sparse_backward(x, weight, dy, ids, chunk_size=chunk)
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-
-
-@pytest.mark.gpu
-def test_no_host_synchronisation() -> None:
-    x, weight = randn(64, 128, dtype=torch.bfloat16).requires_grad_(), randn(512, 128, dtype=torch.bfloat16)
-    ids = _chunks(512, 64, 2)
-    weight.requires_grad_()
-    for _ in range(2):  # the first call compiles
-        for mode in MODES:
-            torch.cuda.set_sync_debug_mode("error")
-            try:
-                kb.sparse_linear(x, weight, None, ids, mode=mode).sum().backward()
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=label)
-def test_cuda_graph(dtype: torch.dtype) -> None:
-    x, weight, dy = (randn(*s, dtype=dtype) for s in ((256, 512), (1024, 512), (256, 1024)))
-    ids = _chunks(1024, 64, 4)
-    kb.sparse_backward(x, weight, dy, ids)  # compiles before the capture
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = kb.sparse_backward(x, weight, dy, ids)
-    x.copy_(randn(256, 512)), dy.copy_(randn(256, 1024))
-    ids.copy_(_chunks(1024, 64, 4))
-    graph.replay()
-    for ours, expected in zip(captured, gather_cublas_backward(x, weight, dy, ids), strict=True):
-        torch.testing.assert_close(ours, expected, rtol=0.02, atol=0.5 if dtype == torch.bfloat16 else 1e-2)
-
-
-@pytest.mark.gpu
-@pytest.mark.memory
-def test_more_than_2_31_elements() -> None:
-    m, d_in, d_out = 2**17 + 64, 64, 2**14 + 64
-    x, dy = randn(m, d_in, dtype=torch.bfloat16), torch.randn(m, d_out, dtype=torch.bfloat16, device=runtime.DEVICE)
-    weight, ids = randn(d_out, d_in, dtype=torch.bfloat16), torch.tensor([256, 3], device=runtime.DEVICE)
-    dw, _, dx = kb.sparse_backward(x, weight, dy, ids, compact=True)
-    part = dy[:, 2**14 :]
-    assert check.relative_error(dw[:64], part.double().t() @ x.double()) < 4e-3
-    exact = part[-100:].double() @ weight[2**14 :].double() + dy[-100:, 192:256].double() @ weight[192:256].double()
-    assert check.relative_error(dx[-100:], exact) < 4e-3
