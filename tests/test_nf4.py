@@ -10,7 +10,6 @@ import pickle
 import pytest
 import torch
 
-import kernelbook
 from kernelbook import check, gluon_names, runtime
 from kernelbook.lab.compiled import compile_calls
 from kernelbook.nf4 import (
@@ -134,8 +133,8 @@ def test_double_quantization_takes_the_nearest_value():
 @pytest.mark.parametrize("double_quant", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_dequantize_equals_the_reference_bit_for_bit(shape, double_quant, dtype):
-    for block_size in (32, 64, 4096):
-        for code in (NF4, FP4):
+    for block_size in BLOCK_SIZES:
+        for code in (NF4, FP4) if block_size in (32, 64, 4096) else (NF4,):
             q = quantized(shape, block_size, double_quant, code, dtype)
             with check.poisoned_empty():
                 dense = nf4_dequantize(q, dtype=dtype)
@@ -143,16 +142,17 @@ def test_dequantize_equals_the_reference_bit_for_bit(shape, double_quant, dtype)
             assert dtype != torch.float32 or same_bits(q.as_float64().float(), dense)
 
 
-@pytest.mark.parametrize("index_dtype", [torch.int64, torch.int32])
-@pytest.mark.parametrize("ids", [[0], [3, 0], [1, 1, 2, 1], [3, 2, 1, 0], []], ids=str)
+@pytest.mark.parametrize("ids", [[0], [3, 0], [1, 1, 2, 1], []], ids=str)
 @pytest.mark.parametrize("shape", [(4, 16, 32), (4, 3, 8), (4, 7, 5)])
-def test_experts_in_any_order(shape, ids, index_dtype):
+def test_experts_in_any_order(shape, ids):
+    """Also in 32 bits, and in a list that has strides."""
     for double_quant in (False, True):
         q = quantized(shape, 64, double_quant)
-        experts = torch.tensor(ids, dtype=index_dtype, device=DEV)
-        with check.poisoned_empty():
-            out = nf4_dequantize(q, experts=experts, dtype=torch.float32)
-        assert same_bits(out, reference(q, experts.long()))
+        experts = torch.tensor(ids, dtype=torch.int64, device=DEV)
+        for given in (experts, experts.int(), experts.repeat_interleave(2)[::2]):
+            with check.poisoned_empty():
+                out = nf4_dequantize(q, experts=given, dtype=torch.float32)
+            assert same_bits(out, reference(q, experts))
 
 
 def test_packed_bytes_at_any_address():
@@ -237,40 +237,21 @@ def test_matmul(shape, dtype):
             )
 
 
-@pytest.fixture
-def plan_of_one(monkeypatch):
-    """Plans of a single matrix on an H200, of kernels that the interpreter has no launcher for."""
-    monkeypatch.setattr(products, "launcher", lambda kernel, **how: how)
-
-    def plan(m, n, k, block_size, scale):
-        how = {"rank": 0, "has_bias": False, "x_grouped": True, "y_grouped": True, "routed": False}
-        return products.plan.__wrapped__(
-            m, (1, n, k), False, torch.bfloat16, block_size, scale, **how, properties=runtime.TARGETS["sm_90"]
-        )
-
-    return plan
-
-
-KINDS_OF_SCALES = ((64, "float32"), (64, "nested"), (32, "e8m0"), (16, "e4m3"))
-
-
 @pytest.mark.skipif(not gluon_names.USABLE, reason="needs Gluon")
-def test_parts_of_k_have_one_row_of_tiles(plan_of_one):
+def test_parts_of_k_have_one_row_of_tiles(monkeypatch):
     """More rows than a tile has never share K: workspace and tickets are those of one row of tiles."""
+    monkeypatch.setattr(products, "launcher", lambda kernel, **how: how)  # the interpreter has none for these kernels
+    how = {"rank": 0, "has_bias": False, "x_grouped": True, "y_grouped": True, "routed": False}
     shared = []
-    for format, m, n, k in itertools.product(
-        KINDS_OF_SCALES, (17, 64, 128, 129, 512), (1024, 4096, 14336), (2048, 14336)
-    ):
-        plan = plan_of_one(m, n, k, *format)
-        if plan is not None and plan.launch["SPLIT_K"] > 1:
-            assert m <= plan.height
-            shared.append(plan)
+    for m, n, k in itertools.product((17, 64, 128, 129, 512), (1024, 4096, 14336), (2048, 14336)):
+        for block_size, scale in ((64, "float32"), (64, "nested"), (32, "e8m0"), (16, "e4m3")):
+            plan = products.plan.__wrapped__(
+                m, (1, n, k), False, torch.bfloat16, block_size, scale, **how, properties=runtime.TARGETS["sm_90"]
+            )
+            if plan is not None and plan.launch["SPLIT_K"] > 1:
+                assert m <= plan.height
+                shared.append(plan)
     assert shared, "some do share K"
-    x, y = torch.zeros(shared[0].height + 1, 2048), torch.zeros(shared[0].height + 1, 1024)
-    code, none = torch.zeros(16), (None, None, None)
-    w = products.Matrices(torch.zeros(1024 * 1024, dtype=torch.uint8), code, code, none, 64, (1, 2048, 1024))
-    with pytest.raises(ValueError, match="parts of K are for one row of tiles, got 2"):
-        products.multiply_one(shared[0], x, w, 0, y)
 
 
 def test_matmul_takes_batches_and_nothing():
@@ -279,20 +260,6 @@ def test_matmul_takes_batches_and_nothing():
     assert nf4_matmul(x, q, 1).shape == (2, 3, 6)
     torch.testing.assert_close(nf4_matmul(x[0, 0], q, 1), nf4_matmul(x, q, 1)[0, 0])
     assert nf4_matmul(x[:0], q, 1).shape == (0, 3, 6)
-    for call, words in [
-        (lambda: nf4_matmul(x[..., :63], q, 1), r"x must have shape \(\.\.\., 64\), got \(2, 3, 63\)"),
-        (lambda: nf4_matmul(x, quantized((2, 64)), 1), r"q must have shape \(E, N, K\)"),
-        (lambda: nf4_matmul(x, q, torch.tensor([0, 1], device=DEV)), r"expert must have shape \(1,\)"),
-        (lambda: nf4_matmul(x, q, 2), r"expert must lie in \[0, 2\), got 2"),
-        (lambda: nf4_matmul(x, q, -1), r"expert must lie in \[0, 2\), got -1"),
-    ]:
-        with pytest.raises(ValueError, match=words):
-            call()
-    parts = (q.packed, q.absmax, q.code, None, None, None)
-    experts = torch.tensor([1], device=DEV)
-    leaf = x.clone().requires_grad_()
-    for chosen in ((experts, None), (None, 1)):
-        torch.library.opcheck(torch.ops.kernelbook.nf4_matmul.default, (leaf, *parts, *chosen, [2, 6, 64], 64, ""))
 
 
 def test_parts_that_are_not_contiguous_are_copied_once():
@@ -313,7 +280,7 @@ def bnb():
 
 
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
-@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("block_size", [32, 64, 4096])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_bits_of_bitsandbytes(bnb, quant_type, block_size, dtype):
     """The second shape is odd: its last byte is half full, and its experts begin inside bytes and blocks."""
@@ -418,20 +385,13 @@ def test_the_object():
     q = quantized((4, 16, 32), 64, True)
     assert q.nbytes == 4 * 16 * 32 // 2 + 32 + 4 + 16 * 4 + 256 * 4 + 4
     assert q.numel == 2048 and q.device == q.packed.device
-    moved = q.to(DEV)
-    assert moved.shape == q.shape and torch.equal(moved.packed, q.packed)
     with pytest.raises(dataclasses.FrozenInstanceError):
         q.shape = (1,)
     with pytest.raises(ValueError, match=r"packed must have shape \(1024,\), got \(1023,\)"):
         dataclasses.replace(q, packed=q.packed[:-1])
     with pytest.raises(TypeError, match="absmax must have dtype uint8"):
         dataclasses.replace(q, absmax=q.absmax.float())
-    with pytest.raises(TypeError, match=r"nested_code must be a torch\.Tensor"):
-        dataclasses.replace(q, nested_code=None)
-
-
-def test_it_says_what_it_is_in_a_line():
-    told = repr(kernelbook.nf4_quantize(torch.zeros(2, 64, 64, device=runtime.DEVICE), double_quant=True))
+    told = repr(nf4_quantize(torch.zeros(2, 64, 64, device=DEV), double_quant=True))
     assert told.startswith(
         "NF4Tensor(shape=(2, 64, 64), dtype=torch.float32, code_name='nf4', block_size=64, double_quant="
     )
@@ -439,26 +399,29 @@ def test_it_says_what_it_is_in_a_line():
 
 
 def test_bad_input():
-    w, q = torch.randn(2, 64, device=DEV), quantized((2, 64))
-    for call, error, words in [
-        (lambda: nf4_quantize([1.0]), TypeError, "nf4_quantize: w must be a torch.Tensor"),
-        (lambda: nf4_quantize(w.double()), TypeError, "w must have dtype bfloat16, float16, float32, got float64"),
-        (lambda: nf4_quantize(w, block_size=48), ValueError, "block_size must be one of 32, 64.*got 48"),
-        (lambda: nf4_quantize(w, code=CodeBook("x", (0.0,))), ValueError, "code must have 16 values, got 1"),
-        (lambda: nf4_dequantize(w), TypeError, "q must be an NF4Tensor, got Tensor"),
-        (lambda: nf4_dequantize(q, dtype=torch.float64), ValueError, "dtype must be one of"),
-        (lambda: nf4_dequantize(q, experts=[0]), TypeError, "experts must be a torch.Tensor"),
-        (lambda: nf4_dequantize(q, experts=w), TypeError, "experts must have dtype int64, int32"),
+    w, q, x = torch.randn(2, 64, device=DEV), quantized((2, 64)), torch.randn(3, 64, device=DEV)
+    for call, words in [
+        (lambda: nf4_quantize(w.double()), "nf4_quantize: w must have dtype bfloat16, float16, float32, got float64"),
+        (lambda: nf4_quantize(w, block_size=48), "nf4_quantize: block_size must be one of 32, 64.*got 48"),
+        (lambda: nf4_quantize(w, code=CodeBook("x", (0.0,))), "nf4_quantize: code must have 16 values, got 1"),
+        (lambda: nf4_quantize(w, code="nf4"), "nf4_quantize: code must be a CodeBook, got str"),
+        (lambda: nf4_dequantize(w), "nf4_dequantize: q must be an NF4Tensor, got Tensor"),
+        (lambda: nf4_dequantize(q, dtype=torch.float64), "nf4_dequantize: dtype must be one of"),
+        (lambda: nf4_dequantize(nf4_quantize(w[0, 0]), experts=torch.tensor([0], device=DEV)), "experts must be None"),
+        (lambda: nf4_matmul(x[:, :63], quantized((2, 6, 64)), 1), r"x must have shape \(\.\.\., 64\), got \(3, 63\)"),
+        (lambda: nf4_matmul(x, q, 1), r"nf4_matmul: q must have shape \(E, N, K\)"),
         (
-            lambda: nf4_dequantize(q, experts=torch.zeros(1, 1, dtype=torch.int64, device=q.packed.device)),
-            ValueError,
-            "one dimension",
+            lambda: nf4_matmul(x, quantized((2, 6, 64)), torch.tensor([0, 1], device=DEV)),
+            r"expert must have shape \(1,\)",
         ),
+        (lambda: nf4_matmul(x, quantized((2, 6, 64)), 2), r"nf4_matmul: expert must lie in \[0, 2\), got 2"),
+        (lambda: nf4_matmul(x, quantized((2, 6, 64)), -1), r"nf4_matmul: expert must lie in \[0, 2\), got -1"),
     ]:
-        with pytest.raises(error, match=words):
+        with pytest.raises((TypeError, ValueError), match=words):
             call()
-    with pytest.raises(ValueError, match="experts must be None"):
-        nf4_dequantize(nf4_quantize(w[0, 0]), experts=torch.tensor([0], device=DEV))
+    if DEV.type == "cpu":
+        with pytest.raises(ValueError, match=r"nf4_dequantize: experts must lie in \[0, 2\)"):
+            nf4_dequantize(q, experts=torch.tensor([2]))
 
 
 @pytest.mark.parametrize("shape", [(4, 16, 32), (4, 7, 5)])
@@ -494,33 +457,24 @@ def test_offsets_are_64_bit(words, overflow_raises):
     assert bool((out == 0).all())
 
 
-def test_compiled_kernels():
-    """No spills; eight outputs leave in one 16-byte store; the absmax of double quantization is rounded twice."""
+def test_a_scale_of_scales_is_rounded_before_it_is_added():
+    """As bitsandbytes does it: no product and sum become one instruction, and eight outputs leave in one 16-byte store."""
     code = """
 import torch, kernelbook
-from kernelbook.nf4 import nf4_quantize, nf4_dequantize, NF4Tensor
-experts = torch.tensor([0, 1])
 z = lambda n, d=torch.float32: torch.zeros(n, dtype=d)
 for shape in ((2, 1024, 2048), (2, 33, 33)):
     n = shape[0] * shape[1] * shape[2]
     blocks = -(-n // 64)
     nested = dict(nested_absmax=z(-(-blocks // 256)), nested_code=z(256), nested_offset=torch.tensor(0.0))
-    for kind in ({}, nested):
-        q = NF4Tensor(z(-(-n // 2), torch.uint8), z(-(-n // 64), torch.uint8 if kind else torch.float32), shape, 64, z(16), **kind)
-        nf4_dequantize(q, experts=experts)
-nf4_quantize(torch.zeros(2, 1024, dtype=torch.bfloat16))
+    q = kernelbook.NF4Tensor(z(-(-n // 2), torch.uint8), z(blocks, torch.uint8), shape, 64, z(16), **nested)
+    kernelbook.nf4_dequantize(q, experts=torch.tensor([0, 1]))
 """
-    kernels = compile_calls(code, asm=("ptx",))
-    assert len(kernels) == 5
-    for kernel in kernels:
-        assert kernel.spill_bytes == 0, str(kernel)
-        if "words" in kernel.name:
-            assert "st.global.v4.b32" in kernel.asm["ptx"]
-        if kernel.constants.get("SCALE") == "nested":
-            fused = [line for line in kernel.asm["ptx"].splitlines() if "fma.rn.f32" in line]
-            assert all(line.rstrip(";").endswith("0f00000000") for line in fused), (
-                fused
-            )  # a product, with nothing added
+    compiled = compile_calls(code, asm=("ptx",))
+    assert {"words" in kernel.name for kernel in compiled} == {True, False}
+    for kernel in compiled:
+        assert "words" not in kernel.name or "st.global.v4.b32" in kernel.asm["ptx"]
+        fused = [line for line in kernel.asm["ptx"].splitlines() if "fma.rn.f32" in line]
+        assert all(line.rstrip(";").endswith("0f00000000") for line in fused), fused  # a product, with nothing added
 
 
 @pytest.mark.gpu
@@ -552,12 +506,3 @@ def test_nan_stays_visible(n: int, double_quant: bool) -> None:
     if not double_quant:
         assert q.absmax.isnan().tolist() == [False, False, False, True]
         assert out[:192].isfinite().all()
-
-
-def test_an_expert_is_an_integer_and_a_code_a_code_book() -> None:
-    q = nf4_quantize(torch.randn(2, 16, 64, device=runtime.DEVICE))
-    x = torch.randn(3, 64, device=runtime.DEVICE)
-    with pytest.raises(TypeError, match=r"nf4_matmul: expert must be an integer or a tensor of one, got float"):
-        nf4_matmul(x, q, 1.5)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="nf4_quantize: code must be a CodeBook, got str"):
-        nf4_quantize(x, code="nf4")  # type: ignore[arg-type]
