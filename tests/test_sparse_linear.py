@@ -3,7 +3,6 @@
 import functools
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from tensors import call_with, guarded_memory, label, randn, with_tensor_cores
+from tensors import guarded_memory, label, randn, refused, with_tensor_cores
 
 import kernelbook as kb
 from kernelbook import arguments, check, operators, runtime
@@ -30,15 +29,6 @@ from kernelbook.sparse_linear import (
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MODES = ("sparse_dw", "sparse_dw_dx")
-
-
-@pytest.fixture
-def _forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No plan of before, and none that outlives the test."""
-    operators.forget_plans()
-    yield
-    monkeypatch.undo()
-    operators.forget_plans()
 
 
 def _chunks(d_out: int, chunk: int, count: int) -> torch.Tensor:
@@ -92,16 +82,14 @@ def _check_all(
 # two, one active chunk, all of them.
 PROBLEMS = (
     (70, 48, 256, 64, 2),
-    (70, 40, 130, 64, 3),
     (33, 20, 100, 24, 3),
     (130, 72, 96, 16, 1),
-    (5, 7, 90, 48, 2),
     (40, 136, 300, 128, 2),
     (1, 1, 17, 16, 1),
 )
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=label)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=label)
 @pytest.mark.parametrize("problem", PROBLEMS, ids=label)
 def test_outputs_and_gradients(problem: tuple[int, ...], dtype: torch.dtype) -> None:
     m, d_in, d_out, chunk, count = problem
@@ -145,7 +133,7 @@ def _plan(r: int, d: int, k: int, split: int, boxes: bool) -> kernels.Plan:
     return kernels.Plan(kernels.triton.Config(blocks, num_warps=4, num_stages=3), split, boxes)
 
 
-PLANS = [_plan(64, 32, 32, split, boxes) for split in (1, 2, 3) for boxes in (False, True)]
+PLANS = [_plan(64, 32, 32, split, boxes) for split in (1, 3) for boxes in (False, True)]
 # The last but one has steps of two chunks and the last tiles of half a chunk: neither may read dX or dW in boxes.
 PLANS += [_plan(128, 64, 64, 1, True), _plan(64, 32, 128, 1, True), _plan(32, 32, 16, 1, True)]
 
@@ -153,36 +141,28 @@ PLANS += [_plan(128, 64, 64, 1, True), _plan(64, 32, 128, 1, True), _plan(32, 32
 @pytest.mark.parametrize(
     "plan", PLANS, ids=lambda p: f"{p.config.kwargs['BLOCK_R']}-{p.config.kwargs['BLOCK_K']}-{p.split}-{p.boxes}"
 )
-@pytest.mark.parametrize("dtype", (torch.float16, torch.float64), ids=label)
 @pytest.mark.parametrize("wanted", ("dw", "dx", "both", "compact"))
-@pytest.mark.usefixtures("_forgotten")
-def test_every_way_to_cut_the_work(
-    plan: kernels.Plan, dtype: torch.dtype, wanted: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if runtime.DEVICE.type == "cuda" and dtype == torch.float64:
-        pytest.skip("on a GPU float64 goes through cuBLAS")
+def test_every_way_to_cut_the_work(plan: kernels.Plan, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
     m, d_in, d_out, chunk = 100, 72, 304, 64
-    x, weight, dy = randn(m, d_in, dtype=dtype), randn(d_out, d_in, dtype=dtype), randn(m, d_out, dtype=dtype)
+    inputs = {name: randn(*s).half() for name, s in (("dy", (m, d_out)), ("x", (m, d_in)), ("weight", (d_out, d_in)))}
     ids = _chunks(d_out, chunk, 3)
-    with_dw, with_dx, compact = wanted != "dx", wanted != "dw", wanted == "compact"
     monkeypatch.setattr(kernels, "strategy", lambda *_: "tiles")
     monkeypatch.setattr(kernels, "plan_backward", lambda *_: plan)
-    needs = (with_dx, with_dw, with_dw)
-    with check.poisoned_empty():
-        dx, dw, db = op.products(dy, x, weight, ids, chunk, None, False, False, compact, needs)
-    tolerance = 2e-3 if dtype == torch.float16 else 1e-13
-    if with_dw:
-        exact = sparse_dw_reference(x.double(), dy.double(), ids, chunk_size=chunk, compact=compact)
-        assert check.relative_error(dw, exact[0]) < tolerance
-        assert check.relative_error(db, exact[1]) < tolerance
-    if with_dx:
-        assert check.relative_error(dx, sparse_dx_reference(dy.double(), weight.double(), ids)) < tolerance
+    needs = (wanted != "dw", wanted != "dx", wanted != "dx")
+
+    def ours(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
+        return op.products(dy, x, weight, ids, chunk, None, False, False, wanted == "compact", needs)
+
+    def reference(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
+        dw = sparse_dw_reference(x, dy, ids, chunk_size=chunk, compact=wanted == "compact")
+        all_three = (sparse_dx_reference(dy, weight, ids, chunk_size=chunk), *dw)
+        return [t for t, needed in zip(all_three, needs, strict=True) if needed]
+
+    check.check_op(ours, reference, inputs, forward_factor=check.GRADIENT_FACTOR)
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=label)
-def test_no_active_chunk_and_all_of_them(dtype: torch.dtype) -> None:
-    x, weight, bias = randn(9, 24, dtype=dtype), randn(70, 24, dtype=dtype), randn(70, dtype=dtype)
-    dy = randn(9, 70, dtype=dtype)
+def test_no_active_chunk_and_all_of_them() -> None:
+    x, weight, bias, dy = (randn(*shape, dtype=torch.float16) for shape in ((9, 24), (70, 24), (70,), (9, 70)))
     none, every = _chunks(70, 16, 0), _chunks(70, 16, 5)
     _check_all(x, weight, bias, dy, none, 16)
     _check_all(x, weight, bias, dy, every, 16)
@@ -201,7 +181,7 @@ def test_without_ids_and_in_mode_dense_it_is_linear() -> None:
             assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("leading", ((), (3,), (2, 3), (2, 0, 3), (2, 1, 3)), ids=label)
+@pytest.mark.parametrize("leading", ((), (2, 0, 3), (2, 1, 3)), ids=label)
 def test_leading_shapes(leading: tuple[int, ...]) -> None:
     x, weight, bias, dy = randn(*leading, 20), randn(40, 20), randn(40), randn(*leading, 40)
     if len(leading) == 3:
@@ -209,8 +189,8 @@ def test_leading_shapes(leading: tuple[int, ...]) -> None:
     _check_all(x, weight, bias, dy, _chunks(40, 16, 2), 16)
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=label)
-def test_zero_sizes(dtype: torch.dtype) -> None:
+def test_zero_sizes() -> None:
+    dtype = torch.float16
     for m, d_in, d_out in ((0, 8, 40), (4, 0, 40), (4, 8, 0)):
         x, weight, dy = randn(m, d_in, dtype=dtype), randn(d_out, d_in, dtype=dtype), randn(m, d_out, dtype=dtype)
         _check_all(x, weight, randn(d_out, dtype=dtype), dy, _chunks(d_out, 16, 2), 16)
@@ -219,12 +199,11 @@ def test_zero_sizes(dtype: torch.dtype) -> None:
 # --- what an inactive chunk holds -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=label)
 @pytest.mark.parametrize(("chunk", "d_out", "d_in"), ((16, 90, 24), (64, 300, 24), (64, 150, 4104)))
-def test_inactive_chunks_are_zero_and_do_not_leak(chunk: int, d_out: int, d_in: int, dtype: torch.dtype) -> None:
+def test_inactive_chunks_are_zero_and_do_not_leak(chunk: int, d_out: int, d_in: int) -> None:
     # At 4104 inputs the zeros of a chunk are more than one program writes.
     assert (chunk * d_in > kernels.ZERO_PIECE) == (d_in == 4104)
-    x, weight, dy = randn(37, d_in, dtype=dtype), randn(d_out, d_in, dtype=dtype), randn(37, d_out, dtype=dtype)
+    x, weight, dy = (randn(*shape, dtype=torch.float16) for shape in ((37, d_in), (d_out, d_in), (37, d_out)))
     ids = _chunks(d_out, chunk, 2)
     mask = torch.zeros(-(-d_out // chunk), dtype=torch.bool, device=x.device).index_fill_(0, ids, True)
     mask = mask.repeat_interleave(chunk)[:d_out]
@@ -236,27 +215,18 @@ def test_inactive_chunks_are_zero_and_do_not_leak(chunk: int, d_out: int, d_in: 
     assert (dw[~mask] == 0).all() and (db[~mask] == 0).all() and (y[:, ~mask] == 0).all()
     assert all(bool(torch.isfinite(t).all()) for t in (dw, db, dx, y))
     assert dw[mask].any() and db[mask].any()
-    exact = gather_cublas_backward(
-        x.double(), weight.double(), torch.where(mask, dy, 0).double()[:, mask], ids[:0], chunk_size=chunk
-    )
-    assert exact[0].shape == weight.shape
-    torch.testing.assert_close(
-        dx.double(),
-        dy[:, mask].double() @ weight[mask].double(),
-        rtol=0.02,
-        atol=0.2 if dtype != torch.float32 else 1e-4,
-    )
+    exact = dy[:, mask].double() @ weight[mask].double()
+    check.compare("dx", dx, exact, dy[:, mask] @ weight[mask], factor=check.GRADIENT_FACTOR).require()
 
 
 def test_compact_rows_of_a_shorter_chunk_are_zero() -> None:
-    for dtype in (torch.float32, torch.float16):
-        x, dy, weight = randn(20, 24, dtype=dtype), randn(20, 70, dtype=dtype), randn(70, 24, dtype=dtype)
-        ids = torch.tensor([4, 1], device=x.device)  # chunk 4 has 6 features
-        with check.poisoned_empty():
-            dw, db = kb.sparse_dw(x, dy, ids, chunk_size=16, compact=True)
-            y = kb.sparse_forward(x, weight, None, ids, chunk_size=16, compact=True)
-        assert (dw[6:16] == 0).all() and (db[6:16] == 0).all() and (y[:, 6:16] == 0).all()
-        assert dw[:6].all() and dw[16:].all()
+    x, dy, weight = (randn(*shape, dtype=torch.float16) for shape in ((20, 24), (20, 70), (70, 24)))
+    ids = torch.tensor([4, 1], device=x.device)  # chunk 4 has 6 features
+    with check.poisoned_empty():
+        dw, db = kb.sparse_dw(x, dy, ids, chunk_size=16, compact=True)
+        y = kb.sparse_forward(x, weight, None, ids, chunk_size=16, compact=True)
+    assert (dw[6:16] == 0).all() and (db[6:16] == 0).all() and (y[:, 6:16] == 0).all()
+    assert dw[:6].all() and dw[16:].all()
 
 
 BAD_IDS = {"too large": [1, 5], "negative": [-1, 2], "twice": [3, 1, 3]}
@@ -280,12 +250,11 @@ def test_bad_ids_raise(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("chunk", (16, 64))
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=label)
-def test_ids_out_of_range_write_nowhere(chunk: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ids_out_of_range_write_nowhere(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU such ids are not looked for: they count as no chunk, though their lower 32 bits may be those of one."""
     monkeypatch.setattr(arguments, "check_index_values", lambda *args, **kwargs: None)
     d_out = 5 * chunk - 8  # rows that tensor descriptors can read
-    x, weight, dy = randn(20, 24, dtype=dtype), randn(d_out, 24, dtype=dtype), randn(20, d_out, dtype=dtype)
+    x, weight, dy = (randn(*shape, dtype=torch.float16) for shape in ((20, 24), (d_out, 24), (20, d_out)))
     good = torch.tensor([3, 1], device=x.device)
     bad = torch.tensor([-1, 3, 5, 2**33 + 2, 1, -(2**32)], device=x.device)
     untouched = guarded_memory(monkeypatch)
@@ -357,106 +326,53 @@ def test_a_module_trains_its_active_chunks() -> None:
 # --- edges ----------------------------------------------------------------------------------------------------------
 
 
-def _good() -> dict[str, Any]:
-    return {
-        "x": randn(4, 8),
-        "weight": randn(70, 8),
-        "bias": randn(70),
-        "active_chunks": torch.tensor([1], device=runtime.DEVICE),
-        "chunk_size": 16,
-    }
-
-
-_bad = functools.partial(call_with, kb.sparse_linear, _good)
-
-
-BAD = {
-    "x is a list": (_bad(x=[1.0]), TypeError, "sparse_linear: x must be a torch.Tensor, got list"),
-    "x is a scalar": (_bad(x=randn), ValueError, "sparse_linear: x must have at least one dimension, got a scalar"),
-    "weight is a vector": (
-        _bad(weight=lambda: randn(8)),
-        ValueError,
-        r"sparse_linear: weight must have two dimensions, got shape \(8,\)",
-    ),
-    "weight of another width": (
-        _bad(weight=lambda: randn(70, 9)),
-        ValueError,
-        r"sparse_linear: weight must have shape \(70, 8\), got \(70, 9\)",
-    ),
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "x is a scalar": ({"x": randn}, "x must have at least one dimension, got a scalar"),
+    "weight of another width": ({"weight": lambda: randn(70, 9)}, r"weight must have shape \(70, 8\), got \(70, 9\)"),
     "weight of another dtype": (
-        _bad(weight=lambda: randn(70, 8).half()),
-        TypeError,
-        r"sparse_linear: weight must have the dtype of x \(torch.float32\), got torch.float16",
+        {"weight": lambda: randn(70, 8).half()},
+        r"weight must have the dtype of x \(torch.float32\), got torch.float16",
     ),
-    "bias of another length": (
-        _bad(bias=lambda: randn(69)),
-        ValueError,
-        r"sparse_linear: bias must have shape \(70,\), got \(69,\)",
-    ),
-    "weight elsewhere": (
-        _bad(weight=lambda: torch.empty(70, 8, device="meta")),
-        ValueError,
-        r"sparse_linear: weight must be on the device of x \((cpu|cuda:0)\), got meta",
-    ),
-    "ids are floats": (
-        _bad(active_chunks=lambda: randn(2)),
-        TypeError,
-        "sparse_linear: active_chunks must have dtype int64, int32, got float32",
-    ),
-    "ids are a matrix": (
-        _bad(active_chunks=lambda: torch.zeros(1, 1, dtype=torch.int64, device=runtime.DEVICE)),
-        ValueError,
-        r"sparse_linear: active_chunks must have one dimension, got shape \(1, 1\)",
-    ),
-    "small chunks": (
-        _bad(chunk_size=15),
-        ValueError,
-        "sparse_linear: chunk_size must be at least 16, got 15",
-    ),
-    "unknown mode": (
-        _bad(mode="sparse"),
-        ValueError,
-        "sparse_linear: mode must be one of 'dense', 'sparse_dw', 'sparse_dw_dx', got 'sparse'",
-    ),
-    "dy of another length": (
-        lambda: kb.sparse_dw(randn(4, 8), randn(5, 70), torch.tensor([1], device=runtime.DEVICE)),
-        ValueError,
-        r"sparse_dw: dy must have shape \(4, 70\), got \(5, 70\)",
-    ),
-    "dy of another width": (
-        lambda: kb.sparse_dx(randn(4, 71), randn(70, 8), torch.tensor([1], device=runtime.DEVICE)),
-        ValueError,
-        r"sparse_dx: dy must have shape \(4, 70\), got \(4, 71\)",
-    ),
+    "bias of another length": ({"bias": lambda: randn(69)}, r"bias must have shape \(70,\), got \(69,\)"),
+    "small chunks": ({"chunk_size": 15}, "chunk_size must be at least 16, got 15"),
+    "unknown mode": ({"mode": "sparse"}, "mode must be one of 'dense', 'sparse_dw', 'sparse_dw_dx', got 'sparse'"),
 }
+
+
+def _good() -> dict[str, Any]:
+    ids = torch.tensor([1], device=runtime.DEVICE)
+    return {"x": randn(4, 8), "weight": randn(70, 8), "bias": randn(70), "active_chunks": ids, "chunk_size": 16}
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_says_what_is_wrong(name: str) -> None:
-    call, error, message = BAD[name]
-    with pytest.raises(error, match=message):
-        call()
+    changes, message = BAD[name]
+    refused(kb.sparse_linear, _good(), changes, f"sparse_linear: {message}")
+
+
+def test_a_gradient_of_another_shape_is_refused() -> None:
+    ids = torch.tensor([1], device=runtime.DEVICE)
+    with pytest.raises(ValueError, match=r"sparse_dw: dy must have shape \(4, 70\), got \(5, 70\)"):
+        kb.sparse_dw(randn(4, 8), randn(5, 70), ids)
+    with pytest.raises(ValueError, match=r"sparse_dx: dy must have shape \(4, 70\), got \(4, 71\)"):
+        kb.sparse_dx(randn(4, 71), randn(70, 8), ids)
 
 
 @with_tensor_cores
-@pytest.mark.usefixtures("_forgotten")
 @pytest.mark.parametrize("m", (1, 40))
 def test_large_and_not_aligned_is_packed(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such rows are copied together for cuBLAS; here a problem counts as large from the first operation on."""
     monkeypatch.setattr(kernels, "SMALL_FLOP", 0.0)
     packed, run = [], op.run_packed
     monkeypatch.setattr(op, "run_packed", lambda *args: (packed.append(args), run(*args)))
-    x, weight, dy = (randn(*s, dtype=torch.float16) for s in ((m, 21), (70, 21), (m, 70)))
-    _check_all(x, weight, randn(70, dtype=torch.float16), dy, _chunks(70, 16, 3), 16)
-    assert packed
-    packed.clear()
-    x, weight, dy = (randn(*s, dtype=torch.float16) for s in ((m, 24), (72, 24), (m, 72)))
-    _check_all(x, weight, randn(72, dtype=torch.float16), dy, _chunks(72, 16, 3), 16)
-    assert not packed
+    for d_in, d_out in ((21, 70), (24, 72)):
+        packed.clear()
+        x, weight, bias, dy = (randn(*s).half() for s in ((m, d_in), (d_out, d_in), (d_out,), (m, d_out)))
+        _check_all(x, weight, bias, dy, _chunks(d_out, 16, 3), 16)
+        assert bool(packed) == (d_in == 21)
 
 
 @with_tensor_cores
-@pytest.mark.usefixtures("_forgotten")
 @pytest.mark.parametrize(("limit", "chunk"), (("UNBOXED_FLOP", 16), ("UNBOXED_FLOP", 40), ("SMALL_FLOP", 17)))
 def test_large_with_chunks_that_no_box_fits_is_packed(limit: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The columns of dY end with their chunk; a product that takes no part of dY from a chunk is left as it is."""
@@ -496,8 +412,7 @@ for again, once in zip(torch.autograd.grad(y, leaves, dy), first, strict=True):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16), ids=label)
-@pytest.mark.parametrize("tf32", (False, True))
+@pytest.mark.parametrize(("dtype", "tf32"), ((torch.float32, False), (torch.float32, True), (torch.bfloat16, False)))
 @pytest.mark.parametrize(
     ("problem", "count"),
     (
@@ -517,16 +432,12 @@ def test_real_sizes(problem: tuple[int, ...], count: int, dtype: torch.dtype, tf
         )  # fmt: skip
 
 
-@pytest.mark.usefixtures("_forgotten")
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=label)
 @pytest.mark.parametrize("chunk", (64, 128, 48))
-def test_ordinary_loads_are_bitwise_reproducible(
-    chunk: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ordinary_loads_are_bitwise_reproducible(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A race between the pipeline's copies and the tensor cores showed in most launches of this kind."""
     monkeypatch.setattr(runtime.DeviceProperties, "has_tma", False)
-    x, weight, dy = (randn(*s, dtype=dtype) for s in ((2000, 2048), (4096, 2048), (2000, 4096)))
+    x, weight, dy = (randn(*s, dtype=torch.bfloat16) for s in ((2000, 2048), (4096, 2048), (2000, 4096)))
     ids = _chunks(4096, chunk, 20)
     first = kb.sparse_backward(x, weight, dy, ids, chunk_size=chunk)
     for _ in range(250):
