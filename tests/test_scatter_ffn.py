@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from tensors import call_with, far_apart, guarded_memory, label, randn
+from tensors import far_apart, guarded_memory, label, randn, refused
 
 import kernelbook as kb
 from kernelbook import arguments, check, operators, runtime
@@ -120,23 +120,13 @@ def _planned(plan: kernels.Plan) -> Iterator[None]:
     operators.forget_plans()
 
 
-@pytest.mark.parametrize(
-    ("gated", "dtype"), ((False, torch.float16), (True, torch.float64)), ids=("plain-float16", "gated-float64")
-)
+@pytest.mark.parametrize("gated", (False, True), ids=("plain", "gated"))
 @pytest.mark.parametrize("name", PLANS)
-def test_every_way_to_compute_it(name: str, gated: bool, dtype: torch.dtype) -> None:
-    if runtime.DEVICE.type == "cuda" and dtype == torch.float64 and name != "packed":
-        pytest.skip("on a GPU float64 goes through cuBLAS")
-    network = _network(3 if "vector" in name else 18, 40, 60, 20, dtype, gated=gated, bias=True)
+def test_every_way_to_compute_it(name: str, gated: bool) -> None:
+    network = _network(3 if "vector" in name else 18, 40, 60, 20, torch.float16, gated=gated, bias=True)
     neurons = torch.cat([_neurons(60, 32), _neurons(60, 3)])  # three of them may come twice
-    how = {"neurons": neurons, "activation": "silu" if gated else "gelu"}
     with _planned(PLANS[name]):
-        check.check_op(
-            functools.partial(kb.scatter_ffn, **how),
-            functools.partial(scatter_ffn_reference, **how),
-            network,
-            grads=("x", "w_down"),
-        )
+        _check_ffn(network, neurons, "silu" if gated else "gelu")
         _check_gather(network, neurons, "gelu_tanh", grads=False)
 
 
@@ -144,10 +134,10 @@ def test_every_way_to_compute_it(name: str, gated: bool, dtype: torch.dtype) -> 
 
 
 # (M, K, N, K_out, L): one of everything, sizes that are no powers of two, more than one tile, all neurons.
-PROBLEMS = ((1, 1, 1, 1, 1), (1, 40, 100, 33, 17), (2, 72, 130, 24, 70), (16, 64, 96, 40, 96), (37, 17, 50, 70, 9))
+PROBLEMS = ((1, 40, 100, 33, 17), (2, 72, 130, 24, 70), (16, 64, 96, 40, 96), (37, 17, 50, 70, 9))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=label)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=label)
 @pytest.mark.parametrize("gated", (False, True), ids=("plain", "gated"))
 @pytest.mark.parametrize("problem", PROBLEMS, ids=label)
 def test_outputs_and_gradients(problem: tuple[int, ...], gated: bool, dtype: torch.dtype) -> None:
@@ -156,11 +146,10 @@ def test_outputs_and_gradients(problem: tuple[int, ...], gated: bool, dtype: tor
     _check_ffn(network, _neurons(n, count), "silu" if gated else "relu")
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=label)
 @pytest.mark.parametrize("gated", (False, True), ids=("plain", "gated"))
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_activations(activation: str, gated: bool, dtype: torch.dtype) -> None:
-    network = _network(5, 24, 40, 16, dtype, gated=gated, bias=True)
+def test_activations(activation: str, gated: bool) -> None:
+    network = _network(5, 24, 40, 16, torch.float16, gated=gated, bias=True)
     _check_ffn(network, _neurons(40, 20), activation)
     if not gated:
         _check_gather(network, _neurons(40, 20), activation)
@@ -187,16 +176,8 @@ def test_activations_are_those_of_pytorch_also_far_out() -> None:
     activation=st.sampled_from(ACTIVATIONS),
 )
 def test_any_shape(
-    m: int,
-    k: int,
-    n: int,
-    k_out: int,
-    share: float,
-    gated: bool,
-    dtype: torch.dtype,
-    index: torch.dtype,
-    activation: str,
-) -> None:
+    m: int, k: int, n: int, k_out: int, share: float, gated: bool, dtype: torch.dtype, index: torch.dtype, activation: str
+) -> None:  # fmt: skip
     neurons = torch.randint(0, n, (round(share * n),), device=runtime.DEVICE).to(index)  # some come twice
     network = _network(m, k, n, k_out, dtype, gated=gated, bias=bool(m % 2))
     _check_ffn(network, neurons, activation)
@@ -229,7 +210,7 @@ def test_zero_sizes() -> None:
         _check_gather(network, _neurons(n, min(n, 3)))
 
 
-@pytest.mark.parametrize("leading", ((), (3,), (2, 3), (2, 0, 3), (2, 1, 3)), ids=label)
+@pytest.mark.parametrize("leading", ((), (2, 0, 3), (2, 1, 3)), ids=label)
 def test_leading_shapes(leading: tuple[int, ...]) -> None:
     network = _network(1, 20, 40, 12)
     network["x"] = randn(*leading, 20)
@@ -242,10 +223,9 @@ def test_leading_shapes(leading: tuple[int, ...]) -> None:
 # --- what is not listed ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=label)
 @pytest.mark.parametrize("m", (1, 16, 40))
-def test_rows_that_are_not_listed_are_never_read(m: int, dtype: torch.dtype) -> None:
-    network = _network(m, 40, 90, 24, dtype, gated=True, bias=True)
+def test_rows_that_are_not_listed_are_never_read(m: int) -> None:
+    network = _network(m, 40, 90, 24, torch.float16, gated=True, bias=True)
     neurons = _neurons(90, 30)
     clean = kb.scatter_ffn(**network, neurons=neurons, activation="silu")
     gathered = kb.gather_matmul(network["x"], network["w_up"], neurons)
@@ -265,14 +245,10 @@ def test_rows_that_are_not_listed_are_never_read(m: int, dtype: torch.dtype) -> 
             assert not grad[others].any() and grad[~others].any(), name
 
 
-BAD_IDS = {"too large": [1, 40], "negative": [-1, 2]}
-
-
-@pytest.mark.parametrize("name", BAD_IDS)
-def test_bad_ids_raise(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("bad", ([1, 40], [-1, 2]), ids=("too large", "negative"))
+def test_bad_ids_raise(bad: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KERNELBOOK_DEBUG", "1")
-    ids = torch.tensor(BAD_IDS[name], device=runtime.DEVICE)
-    network = _network(2, 8, 40, 8)
+    ids, network = torch.tensor(bad, device=runtime.DEVICE), _network(2, 8, 40, 8)
     with pytest.raises(ValueError, match=r"scatter_ffn: neurons must lie in \[0, 40\)"):
         kb.scatter_ffn(**network, neurons=ids)
     with pytest.raises(ValueError, match=r"gather_matmul: rows must lie in \[0, 40\)"):
@@ -293,11 +269,8 @@ def test_ids_out_of_range_count_as_no_neuron(name: str, monkeypatch: pytest.Monk
             leaves = {key: t.clone().requires_grad_() for key, t in network.items()}
             y = kb.scatter_ffn(**leaves, neurons=ids, activation="silu")
             gathered = kb.gather_matmul(leaves["x"], leaves["w_up"], ids, bias=leaves["b_up"])
-            columns = [i for i, j in enumerate(ids.tolist()) if 0 <= j < 40]
-            assert (
-                len(columns) == 3
-                and not gathered.detach().clone().index_fill_(1, torch.tensor(columns, device=y.device), 0).any()
-            )
+            columns = torch.tensor([i for i, j in enumerate(ids.tolist()) if 0 <= j < 40], device=y.device)
+            assert len(columns) == 3 and not gathered.detach().clone().index_fill_(1, columns, 0).any()
             gathered = gathered[:, columns]
             results.append((y, gathered, *torch.autograd.grad(y.sum() + gathered.sum(), tuple(leaves.values()))))
     monkeypatch.undo()
@@ -436,17 +409,7 @@ class _Other(torch.nn.Module):
         )
 
 
-@pytest.mark.parametrize(
-    "act",
-    (
-        torch.nn.ReLU6(),
-        torch.nn.Hardtanh(0, 6),
-        torch.nn.Hardtanh(0, 900),
-        torch.nn.CELU(),
-        torch.nn.Threshold(-900, 0),
-    ),
-    ids=str,
-)
+@pytest.mark.parametrize("act", (torch.nn.ReLU6(), torch.nn.Hardtanh(0, 900), torch.nn.Threshold(-900, 0)), ids=str)
 def test_an_activation_that_is_another_one_far_away_is_refused(act: torch.nn.Module) -> None:
     with pytest.raises(ValueError, match="the block's activation must be one of relu"):
         SparseFFN.from_dense(_sequential(act))
@@ -517,89 +480,41 @@ def test_projections_of_another_kind_are_named() -> None:
 # --- edges ----------------------------------------------------------------------------------------------------------
 
 
-def _good() -> dict[str, Any]:
-    return {**_network(4, 8, 40, 6), "neurons": torch.tensor([1], device=runtime.DEVICE)}
-
-
-_bad = functools.partial(call_with, kb.scatter_ffn, _good)
-
-
-BAD = {
-    "x is a list": (_bad(x=[1.0]), TypeError, "scatter_ffn: x must be a torch.Tensor, got list"),
-    "x is a scalar": (_bad(x=randn), ValueError, "scatter_ffn: x must have at least one dimension, got a scalar"),
-    "w_up is a vector": (
-        _bad(w_up=lambda: randn(8)),
-        ValueError,
-        r"scatter_ffn: w_up must have two dimensions, got shape \(8,\)",
-    ),
-    "w_up of another width": (
-        _bad(w_up=lambda: randn(40, 9)),
-        ValueError,
-        r"scatter_ffn: w_up must have shape \(40, 8\), got \(40, 9\)",
-    ),
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "x is a scalar": ({"x": randn}, "x must have at least one dimension, got a scalar"),
+    "w_up of another width": ({"w_up": lambda: randn(40, 9)}, r"w_up must have shape \(40, 8\), got \(40, 9\)"),
     "w_down the other way round": (
-        _bad(w_down=lambda: randn(6, 40)),
-        ValueError,
-        r"scatter_ffn: w_down must have shape \(40, K_out\), one row a neuron, got \(6, 40\)",
-    ),
-    "w_gate of another shape": (
-        _bad(w_gate=lambda: randn(40, 9)),
-        ValueError,
-        r"scatter_ffn: w_gate must have shape \(40, 8\), got \(40, 9\)",
+        {"w_down": lambda: randn(6, 40)},
+        r"w_down must have shape \(40, K_out\), one row a neuron, got \(6, 40\)",
     ),
     "w_down of another dtype": (
-        _bad(w_down=lambda: randn(40, 6).half()),
-        TypeError,
-        r"scatter_ffn: w_down must have the dtype of x \(torch.float32\), got torch.float16",
+        {"w_down": lambda: randn(40, 6).half()},
+        r"w_down must have the dtype of x \(torch.float32\), got torch.float16",
     ),
-    "bias of another length": (
-        _bad(b_down=lambda: randn(7)),
-        ValueError,
-        r"scatter_ffn: b_down must have shape \(6,\), got \(7,\)",
-    ),
+    "w_gate of another shape": ({"w_gate": lambda: randn(40, 9)}, r"w_gate must have shape \(40, 8\), got \(40, 9\)"),
+    "bias of another length": ({"b_down": lambda: randn(7)}, r"b_down must have shape \(6,\), got \(7,\)"),
     "a gate's bias without a gate": (
-        _bad(b_gate=lambda: randn(40)),
-        ValueError,
-        "scatter_ffn: b_gate must be None where w_gate is None, got a tensor",
-    ),
-    "weight elsewhere": (
-        _bad(w_down=lambda: torch.empty(40, 6, device="meta")),
-        ValueError,
-        r"scatter_ffn: w_down must be on the device of x \((cpu|cuda:0)\), got meta",
-    ),
-    "neurons are floats": (
-        _bad(neurons=lambda: randn(2)),
-        TypeError,
-        "scatter_ffn: neurons must have dtype int64, int32, got float32",
-    ),
-    "neurons are a matrix": (
-        _bad(neurons=lambda: torch.zeros(1, 1, dtype=torch.int64, device=runtime.DEVICE)),
-        ValueError,
-        r"scatter_ffn: neurons must have one dimension, got shape \(1, 1\)",
+        {"b_gate": lambda: randn(40)},
+        "b_gate must be None where w_gate is None, got a tensor",
     ),
     "unknown activation": (
-        _bad(activation="tanh"),
-        ValueError,
-        "scatter_ffn: activation must be one of 'relu', 'leaky_relu', 'gelu', 'gelu_tanh', 'silu', got 'tanh'",
-    ),
-    "unknown activation of the product": (
-        lambda: kb.gather_matmul(randn(2, 8), randn(4, 8), torch.tensor([1], device=runtime.DEVICE), activation="tanh"),
-        ValueError,
-        "gather_matmul: activation must be one of 'relu'",
-    ),
-    "rows missing": (
-        lambda: kb.gather_matmul(randn(2, 8), randn(4, 8), None),  # type: ignore[arg-type]
-        TypeError,
-        "gather_matmul: rows must be a torch.Tensor, got NoneType",
+        {"activation": "tanh"},
+        "activation must be one of 'relu', 'leaky_relu', 'gelu', 'gelu_tanh', 'silu', got 'tanh'",
     ),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_says_what_is_wrong(name: str) -> None:
-    call, error, message = BAD[name]
-    with pytest.raises(error, match=message):
-        call()
+    changes, message = BAD[name]
+    given = _network(4, 8, 40, 6) | {"neurons": torch.tensor([1], device=runtime.DEVICE)}
+    refused(kb.scatter_ffn, given, changes, f"scatter_ffn: {message}")
+
+
+def test_a_product_of_rows_says_what_is_wrong() -> None:
+    given = {"x": randn(2, 8), "weight": randn(4, 8), "rows": torch.tensor([1], device=runtime.DEVICE)}
+    refused(kb.gather_matmul, given, {"activation": "tanh"}, "gather_matmul: activation must be one of 'relu'")
+    refused(kb.gather_matmul, given, {"rows": None}, "gather_matmul: rows must be a torch.Tensor, got NoneType")
 
 
 @pytest.mark.skipif(not runtime.INTERPRET, reason="the interpreter's overflow check")
@@ -625,18 +540,15 @@ REAL = (
     (3, 1000, 3000, 520, 700),
     (16, 4096, 11008, 4096, 1100),
     (17, 4100, 3000, 4090, 1500),
-    (33, 1024, 4096, 1024, 4096),
     (64, 2048, 8192, 2048, 100),
     (100, 4096, 4096, 4096, 1),
-    (128, 4096, 4096, 4096, 2000),
     (300, 1024, 4096, 1000, 900),
-    (1024, 1024, 4096, 1024, 2500),
     (4096, 512, 2048, 512, 1024),
 )
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES, ids=label)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=label)
 @pytest.mark.parametrize("gated", (False, True), ids=("plain", "gated"))
 @pytest.mark.parametrize("problem", REAL, ids=label)
 def test_real_sizes(problem: tuple[int, ...], gated: bool, dtype: torch.dtype) -> None:
@@ -666,9 +578,8 @@ def test_calls_follow_each_other_closely() -> None:
         assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=label)
-def test_with_atomics(dtype: torch.dtype) -> None:
-    network = _network(18, 40, 60, 20, dtype)
+def test_with_atomics() -> None:
+    network = _network(18, 40, 60, 20, torch.float16)
     neurons = torch.cat([_neurons(60, 32), _neurons(60, 3)])  # three of them may come twice
     ours = functools.partial(scatter_ffn_with_atomics, neurons=neurons, activation="gelu", block_l=16)
     reference = functools.partial(scatter_ffn_reference, neurons=neurons, activation="gelu")
@@ -679,18 +590,16 @@ def test_with_atomics(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     (
-        ({"w_up": torch.empty(60, 39)}, r"scatter_ffn_with_atomics: w_up must have shape \(60, 40\), got \(60, 39\)"),
-        ({"block_l": 48}, "scatter_ffn_with_atomics: block_l must be a power of two, got 48"),
-        ({"block_l": 8}, "scatter_ffn_with_atomics: block_l must be at least 16, got 8"),
-        ({"activation": "tanh"}, "scatter_ffn_with_atomics: activation must be one of"),
+        ({"w_up": lambda: randn(60, 39)}, r"w_up must have shape \(60, 40\), got \(60, 39\)"),
+        ({"block_l": 48}, "block_l must be a power of two, got 48"),
+        ({"block_l": 8}, "block_l must be at least 16, got 8"),
+        ({"activation": "tanh"}, "activation must be one of"),
     ),
     ids=("shape", "block", "small block", "activation"),
 )
 def test_with_atomics_bad_input(changes: dict[str, Any], message: str) -> None:
-    network = _network(2, 40, 60, 20)
-    changes = {name: v.to(runtime.DEVICE) if isinstance(v, torch.Tensor) else v for name, v in changes.items()}
-    with pytest.raises(ValueError, match=message):
-        scatter_ffn_with_atomics(**{**network, "neurons": _neurons(60, 4), **changes})
+    given = _network(2, 40, 60, 20) | {"neurons": _neurons(60, 4)}
+    refused(scatter_ffn_with_atomics, given, changes, f"scatter_ffn_with_atomics: {message}")
 
 
 def test_with_atomics_wants_no_order() -> None:
