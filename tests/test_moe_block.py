@@ -36,29 +36,22 @@ def reference(
     bias1: torch.Tensor | None = None,
     bias2: torch.Tensor | None = None,
     scaling: float = 1.0,
-    act: Any = F.silu,
-    rows_to: Any = None,
+    act: Any = lambda h: F.silu(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1],
 ) -> torch.Tensor:
-    """One token and one slot at a time. ``rows_to``: for another activation than of the gate alone."""
+    """An expert at a time. ``act``: of a row of the first product."""
 
-    def linear(row: torch.Tensor, w: Any, a: Any, b: Any, bias: Any, e: int) -> torch.Tensor:
-        out = w[e] @ row
+    def linear(rows: torch.Tensor, w: Any, a: Any, b: Any, bias: Any, e: int) -> torch.Tensor:
+        out = rows @ w[e].t()
         if a is not None:
-            out = out + scaling * (b[e] @ (a[e] @ row))
+            out = out + scaling * (rows @ a[e].t() @ b[e].t())
         return out if bias is None else out + bias[e]
 
-    rows = []
-    for t in range(x.shape[0]):
-        total = torch.zeros_like(x[t])
-        for j in range(ids.shape[1]):
-            e = int(ids[t, j])
-            if e < gate_up.shape[0]:
-                h = linear(x[t], gate_up, a1, b1, bias1, e)
-                gate, up = h.chunk(2)
-                hidden = act(gate) * up if rows_to is None else rows_to(h)
-                total = total + gates[t, j].to(x.dtype) * linear(hidden, down, a2, b2, bias2, e)
-        rows.append(total)
-    return torch.stack(rows)
+    out, flat = torch.zeros(ids.numel(), down.shape[1], dtype=x.dtype, device=x.device), ids.reshape(-1)
+    for e in range(gate_up.shape[0]):
+        mine = (flat == e).nonzero()[:, 0]
+        h = linear(x[mine // ids.shape[1]], gate_up, a1, b1, bias1, e)
+        out = out.index_copy(0, mine, linear(act(h), down, a2, b2, bias2, e))
+    return (out.view(*ids.shape, -1) * gates[..., None].to(x.dtype)).sum(1)
 
 
 def _inputs(
@@ -107,7 +100,7 @@ def _call(ids: torch.Tensor, **settings: Any) -> Any:
 # --- dense ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=str)
 @pytest.mark.parametrize("lora", (True, False), ids=("lora", "plain"))
 def test_dense(dtype: torch.dtype, lora: bool) -> None:
     inputs, ids = _inputs(dtype=dtype)
@@ -150,7 +143,7 @@ def test_activations(activation: str, function: Any) -> None:
     inputs, ids = _inputs()
     check.check_op(
         _call(ids, activation=activation),
-        lambda **given: reference(**given, ids=ids, act=function),
+        lambda **given: reference(**given, ids=ids, act=lambda h: function(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1]),
         inputs,
         grads=tuple(inputs),
     )
@@ -173,7 +166,7 @@ def test_gpt_oss_experts(kind: str, lora: bool) -> None:
 
     def expected(**given: torch.Tensor) -> torch.Tensor:
         weights = {name: value.to(given["x"].dtype) for name, value in dense.items()}
-        return reference(**weights, **given, ids=ids, rows_to=ClampedSwiGLU().reference)
+        return reference(**weights, **given, ids=ids, act=ClampedSwiGLU().reference)
 
     check.check_op(lambda **given: ours(**packed, **given), expected, inputs, grads=tuple(inputs))
 
@@ -191,26 +184,27 @@ def test_transposed_storage_and_post_expert() -> None:
     torch.testing.assert_close(tripled, 3 * expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16), ids=str)
-@pytest.mark.parametrize(("rows", "inner"), ((1, 1), (5, 257), (9, 300), (0, 8)))
-def test_swiglu(dtype: torch.dtype, rows: int, inner: int) -> None:
-    h = (4 * torch.randn(rows, 2 * inner, device=DEVICE)).to(dtype)
-    if rows > 1:
-        h[0] = 200.0  # exp(-200) and exp(200) leave the range of float32
-        h[1] = -200.0
-    check.check_op(swiglu, lambda h: F.silu(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1], {"h": h}, grads=("h",))
-
-
 CLAMPED = ClampedSwiGLU(1.5, 3.0)
+ACTIVATIONS: dict[str, tuple[Any, Any]] = {
+    "swiglu": (swiglu, lambda h: F.silu(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1]),
+    "clamped": (CLAMPED, CLAMPED.reference),
+}
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16), ids=str)
-@pytest.mark.parametrize(("rows", "inner"), ((1, 1), (5, 257), (9, 300), (0, 8)))
-def test_clamped_swiglu(dtype: torch.dtype, rows: int, inner: int) -> None:
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=str)
+@pytest.mark.parametrize(("rows", "inner"), ((1, 1), (9, 300), (0, 8)))
+def test_swiglu(name: str, dtype: torch.dtype, rows: int, inner: int) -> None:
     h = (4 * torch.randn(rows, 2 * inner, device=DEVICE)).to(dtype)
-    if rows > 1:
-        h[0], h[1], h[2, ::2] = 200.0, -200.0, 3.0  # the last one is the limit itself
-    check.check_op(CLAMPED, CLAMPED.reference, {"h": h}, grads=("h",))
+    if rows > 1:  # exp(-200) and exp(200) leave the range of float32; the last one is the limit of CLAMPED itself
+        h[0], h[1], h[2, ::2] = 200.0, -200.0, 3.0
+    for given in (h, h.t().contiguous().t()):
+        check.check_op(*ACTIVATIONS[name], {"h": given}, grads=("h",))
+
+
+def test_clamped_swiglu_keeps_nan() -> None:
+    h = torch.tensor([[torch.nan, 1.0, 1.0, torch.nan, torch.inf, 1.0]], device=DEVICE)
+    assert ClampedSwiGLU()(h).isnan().tolist() == [[True, True, False]]
 
 
 @pytest.mark.parametrize(("name", "value"), (("limit", 0.0), ("limit", float("inf")), ("alpha", "1")))
@@ -223,7 +217,7 @@ def test_clamped_swiglu_names_what_is_wrong(name: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("active", ("all", "bound", "count", "auto"))
-@pytest.mark.parametrize("tokens", (0, 1, 2, 3, 40))
+@pytest.mark.parametrize("tokens", (0, 3, 40))
 def test_renamed_ids_stand_for_the_same_experts(active: str, tokens: int) -> None:
     experts, slots = 16, 3
     ids = torch.stack([torch.randperm(experts + 1)[:slots] for _ in range(tokens)]) if tokens else torch.zeros(0, 3)
@@ -538,32 +532,19 @@ def test_nf4_linear(dtype: torch.dtype, lora: bool) -> None:
         assert {name for name, p in layer.named_parameters() if p.requires_grad} == {"lora_a", "lora_b"}
         with pytest.raises(ValueError, match=r"NF4Linear.add_lora: the module must have no LoRA pairs yet"):
             layer.add_lora(3)
+    w, bias = layer.weight.detach(), linear.bias.detach()
 
-    def plain(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor, *pair: torch.Tensor) -> torch.Tensor:
-        y = torch.nn.functional.linear(x, w, bias)
-        return y + 2 * (x @ pair[0].t() @ pair[1].t()) if pair else y
+    def ours(x: torch.Tensor, **pair: torch.Tensor) -> Any:
+        return torch.func.functional_call(layer, pair, x)
 
+    def plain(x: torch.Tensor, **pair: torch.Tensor) -> torch.Tensor:
+        y = F.linear(x, w.to(x.dtype), bias.to(x.dtype))
+        return y + 2 * (x @ pair["lora_a"].t() @ pair["lora_b"].t()) if pair else y
+
+    pair = {name: getattr(layer, name).detach() for name in ("lora_a", "lora_b")} if lora else {}
     for rows in ((5,), (2, 9)):
         x = torch.randn(*rows, 48, device=DEVICE).to(dtype)
-        pair = (layer.lora_a.detach(), layer.lora_b.detach()) if lora else ()
-        given = (x, layer.weight.detach(), linear.bias.detach(), *pair)
-        ours = [x.clone().requires_grad_()]
-        upstream = torch.randn(*rows, 40, device=DEVICE).to(dtype)
-        out = layer(ours[0])
-        out.backward(upstream)
-        grads = [ours[0].grad, *((layer.lora_a.grad, layer.lora_b.grad) if lora else ())]
-        results = []
-        for kind in (torch.float64, dtype):
-            leaves = [t.to(kind).requires_grad_() for t in given]
-            y = plain(*leaves)
-            y.backward(upstream.to(kind))
-            results.append([y, leaves[0].grad, *(t.grad for t in leaves[3:])])
-        names = ("y", "dx", "da", "db")
-        for i, (name, mine, ref, base) in enumerate(zip(names, [out, *grads], *results, strict=False)):
-            check.compare(name, mine, ref, base, factor=check.GRADIENT_FACTOR if i else check.FORWARD_FACTOR).require()
-        layer.zero_grad()
-    with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
-        assert layer(x).dtype == torch.bfloat16
+        check.check_op(ours, plain, {"x": x, **pair}, grads=("x", *pair))
     other = NF4Linear(48, 40, device=DEVICE, dtype=dtype, block_size=32)
     if lora:
         other.add_lora(3)
@@ -636,8 +617,8 @@ def test_bad_settings() -> None:
 # --- on a GPU -------------------------------------------------------------------------------------------------------
 
 
-def _large(tokens: int, dtype: torch.dtype = torch.bfloat16) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    return _inputs(tokens, experts=64, hidden=512, inner=256, slots=4, rank=16, dtype=dtype)
+def _large(tokens: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    return _inputs(tokens, experts=64, hidden=512, inner=256, slots=4, rank=16, dtype=torch.bfloat16)
 
 
 @pytest.mark.gpu
@@ -652,23 +633,10 @@ def test_large_blocks(tokens: int, kind: str) -> None:
         weights, dense = ({name: pair[i] for name, pair in found.items()} for i in (0, 1))
     check.check_op(
         lambda **given: _call(ids)(**given, **weights),
-        lambda **given: _rowwise(**given, **{n: w.to(given["x"].dtype) for n, w in dense.items()}, ids=ids),
+        lambda **given: reference(**given, **{n: w.to(given["x"].dtype) for n, w in dense.items()}, ids=ids),
         inputs,
         grads=tuple(inputs),
     )
-
-
-def _rowwise(x: Any, gate_up: Any, down: Any, gates: Any, a1: Any, b1: Any, a2: Any, b2: Any, ids: Any) -> Any:
-    """The reference, an expert at a time."""
-    out = torch.zeros(ids.numel(), x.shape[1], dtype=x.dtype, device=x.device)
-    flat = ids.reshape(-1)
-    for e in flat.unique().tolist():
-        rows = (flat == e).nonzero()[:, 0]
-        mine = x[rows // ids.shape[1]]
-        gate, up = (mine @ gate_up[e].t() + (mine @ a1[e].t()) @ b1[e].t()).chunk(2, -1)
-        hidden = F.silu(gate) * up
-        out = out.index_copy(0, rows, hidden @ down[e].t() + (hidden @ a2[e].t()) @ b2[e].t())
-    return (out.view(*ids.shape, -1) * gates[..., None].to(x.dtype)).sum(1)
 
 
 @pytest.mark.gpu

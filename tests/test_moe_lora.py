@@ -1,19 +1,18 @@
 """The room moe_lora: every output and gradient by the rule of check.py, and everything around it."""
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensors import call_with, far_apart, guarded_memory, label, randn
+from tensors import far_apart, guarded_memory, label, randn, refused
 
 import kernelbook as kb
-from kernelbook import arguments, check, operators, runtime
+from kernelbook import arguments, check, runtime
 from kernelbook.lab import timing
 from kernelbook.lab.compiled import compile_calls
 from kernelbook.moe_lora import kernels, moe_lora_reference, op, route_reference, scatter2scatter_reference
@@ -93,14 +92,10 @@ def _check_routing(ids: torch.Tensor, experts: int) -> kb.Routing:
 
 ROUTES = {
     "few tokens": lambda: (_experts(3, 7, 2), 7),
-    "one token": lambda: (_experts(1, 5, 5), 5),
-    "every expert": lambda: (_experts(40, 4, 4), 4),
     "many experts": lambda: (_experts(30, 270, 3), 270),
     "several programs": lambda: (_experts(400, 13, 3, 0.3), 13),
     "one expert has all, several programs": lambda: (torch.full((700, 1), 3, device=runtime.DEVICE), 9),
-    "slots to skip": lambda: (_experts(60, 6, 3, 0.4), 6),
     "nothing but slots to skip": lambda: (_experts(20, 6, 2, 2.0), 6),
-    "one expert has all": lambda: (torch.full((70, 2), 3, device=runtime.DEVICE), 9),
     "int32": lambda: (_experts(33, 5, 2).int(), 5),
     "strided": lambda: (_experts(8, 5, 4).repeat_interleave(2, 0).t()[:, ::2].t(), 5),
     "no token": lambda: (_experts(0, 5, 2), 5),
@@ -134,7 +129,7 @@ PROBLEMS = (
 
 
 @pytest.mark.parametrize("strategy", ("fused", "split"))
-@pytest.mark.parametrize("dtype", DTYPES, ids=label)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=label)
 @pytest.mark.parametrize("problem", PROBLEMS, ids=label)
 def test_outputs_and_gradients(problem: tuple[int, ...], dtype: torch.dtype, strategy: str) -> None:
     tokens, experts, slots, k, n = problem
@@ -142,12 +137,11 @@ def test_outputs_and_gradients(problem: tuple[int, ...], dtype: torch.dtype, str
     _check(_inputs(ids, experts, k, n, 3, dtype, with_bias=True, gates=dtype), ids, strategy=strategy)
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=label)
-@pytest.mark.parametrize("rank", (1, 4, 16, 64, 100))
-def test_ranks(rank: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("rank", (1, 16, 100))
+def test_ranks(rank: int) -> None:
     ids = _experts(14, 3, 2)
     for strategy in ("fused", "split"):
-        _check(_inputs(ids, 3, 24, 40, rank, dtype), ids, strategy=strategy)
+        _check(_inputs(ids, 3, 24, 40, rank, torch.bfloat16), ids, strategy=strategy)
 
 
 @pytest.mark.parametrize("grouped_in", (False, True))
@@ -170,9 +164,7 @@ def test_grouped_and_scattered(grouped_in: bool, grouped_out: bool | str) -> Non
 
 SKEWED = {
     "one expert has all": lambda: torch.full((40, 1), 2, device=runtime.DEVICE),
-    "one expert has most": lambda: torch.where(randn(40, 1) > 1, _experts(40, 6, 1), 4),
     "some have none": lambda: _experts(40, 3, 2) * 2,
-    "the first and the last": lambda: _experts(20, 2, 2) * 5,
 }
 
 
@@ -208,43 +200,26 @@ def test_any_shape(
     _check(inputs, ids, strategy=strategy, grouped_in=grouped_in, grouped_out=grouped_out)
 
 
-TILES = {
-    "a small tile in a large one": kernels.tiles(4, 3, BLOCK_M=32, BLOCK_N=32, BLOCK_K=32, SMALL_M=16),
-    "tall": kernels.tiles(4, 3, BLOCK_M=128, BLOCK_N=16, BLOCK_K=16, SMALL_M=64),
-    "wide": kernels.tiles(4, 2, BLOCK_M=16, BLOCK_N=128, BLOCK_K=64, SMALL_M=16),
-}
+# A small tile in a large one, tall and wide ones.
+TILES = (
+    kernels.tiles(4, 3, BLOCK_M=32, BLOCK_N=32, BLOCK_K=32, SMALL_M=16),
+    kernels.tiles(4, 3, BLOCK_M=128, BLOCK_N=16, BLOCK_K=16, SMALL_M=64),
+    kernels.tiles(4, 2, BLOCK_M=16, BLOCK_N=128, BLOCK_K=64, SMALL_M=16),
+)
 
 
-@contextlib.contextmanager
-def _cut(**tiles: kernels.Tiles) -> Iterator[None]:
-    """Within the context the room's rules say so."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, found in tiles.items():
-            patch.setattr(kernels, name, lambda *_, found=found: found)
-        operators.forget_plans()
-        yield
-    operators.forget_plans()
-
-
-@pytest.mark.parametrize("name", TILES)
-@pytest.mark.parametrize("lora", ("none", "fused", "split"))
-def test_every_way_to_cut_the_product(name: str, lora: str) -> None:
-    """Also transposed weights, and rows that are read by tensor descriptors."""
+@pytest.mark.parametrize("tiles", TILES, ids=("small", "tall", "wide"))
+@pytest.mark.parametrize("strategy", ("fused", "split"))
+def test_every_way_to_cut_the_product(tiles: kernels.Tiles, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also transposed weights, rows that are read by tensor descriptors, and shares of a long thin sum."""
+    monkeypatch.setattr(kernels, "rows_tiles", lambda *_: tiles)
+    thin = kernels.tiles(4, 2, BLOCK_M=16, BLOCK_K=32, BLOCK_R=16, SPLIT=3)
+    monkeypatch.setattr(kernels, "shrink_tiles", lambda *_: thin)
     ids = _experts(60, 3, 2, 0.1)
-    routing = kb.route(ids, 3)
-    inputs = _inputs(ids, 3, 72, 80, 16, torch.float16)
-    w, lora_a, lora_b = inputs["w"], inputs["lora_a"], inputs["lora_b"]
-    factors, strategy = ((None, None), "split") if lora == "none" else ((lora_a, lora_b), lora)
-    exact = moe_lora_reference(*(None if t is None else t.double() for t in (inputs["x"], w, *factors)), ids)
-    scattered = inputs["x"]
-    grouped = scattered[(routing.order // 2).long()]
-    for weight in (w, w.transpose(1, 2).contiguous().transpose(1, 2)):
-        for x in (scattered, grouped):
-            call = op.call_of("moe_lora", x, weight, routing, *factors, strategy=strategy, grouped_in=x is grouped)
-            with _cut(rows_tiles=TILES[name]), check.poisoned_empty():
-                y, u = op._moe_lora.execute(op._moe_lora.plan(*call, True), (*call, True))
-            assert check.relative_error(y, exact) < 2e-3
-            assert lora == "none" or (u is not None and bool(torch.isfinite(u).all()))
+    for grouped_in in (False, True):
+        inputs = _inputs(ids, 3, 72, 80, 16, torch.float16, grouped_in=grouped_in)
+        for w in (inputs["w"], inputs["w"].mT.contiguous().mT):
+            _check(inputs | {"w": w}, ids, strategy=strategy, grouped_in=grouped_in)
 
 
 # --- layouts --------------------------------------------------------------------------------------------------------
@@ -273,8 +248,8 @@ def test_layouts_of_the_factors(layout: Callable[..., tuple[torch.Tensor, torch.
         _check(inputs, ids, strategy=strategy)
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=label)
-def test_zero_sizes(dtype: torch.dtype) -> None:
+def test_zero_sizes() -> None:
+    dtype = torch.float16
     for tokens, k, n in ((0, 8, 24), (4, 8, 0), (4, 0, 24)):
         ids = _experts(tokens, 3, 2)
         for gates in (None, dtype):
@@ -288,12 +263,11 @@ def test_zero_sizes(dtype: torch.dtype) -> None:
 # --- what LoRA promises ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=label)
 @pytest.mark.parametrize("strategy", ("fused", "split"))
-def test_without_scaling_it_is_the_base(strategy: str, dtype: torch.dtype) -> None:
+def test_without_scaling_it_is_the_base(strategy: str) -> None:
     ids = _experts(30, 5, 2, 0.1)
     routing = kb.route(ids, 5)
-    inputs = _inputs(ids, 5, 40, 48, 4, dtype)
+    inputs = _inputs(ids, 5, 40, 48, 4, torch.float16)
     y = kb.moe_lora(**inputs, routing=routing, strategy=strategy, scaling=0.0)
     assert torch.equal(y, kb.scatter2scatter(inputs["x"], inputs["w"], routing))
 
@@ -359,7 +333,7 @@ def test_slots_to_skip_are_zero_and_do_not_leak(strategy: str, gates: torch.dtyp
     assert all(bool(torch.isfinite(grad).all()) for grad in finite)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=label)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=label)
 def test_gradients_of_the_factors_in_both_ways(dtype: torch.dtype) -> None:
     ids = _experts(40, 5, 2, 0.1)
     routing = kb.route(ids, 5)
@@ -384,10 +358,9 @@ def test_gradients_of_the_factors_in_both_ways(dtype: torch.dtype) -> None:
         check.check_op(ours, exact, inputs, forward_factor=check.GRADIENT_FACTOR)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=label)
-def test_recomputing_gives_the_same(dtype: torch.dtype) -> None:
+def test_recomputing_gives_the_same() -> None:
     ids = _experts(20, 5, 2, 0.1)
-    inputs = _inputs(ids, 5, 24, 40, 4, dtype)
+    inputs = _inputs(ids, 5, 24, 40, 4, torch.float16)
     ours = functools.partial(moe_lora_recomputed, routing=kb.route(ids, 5), scaling=0.5)
     reference = functools.partial(moe_lora_reference, expert_ids=ids, scaling=0.5)
     check.check_op(ours, reference, inputs, grads=tuple(inputs))
@@ -533,149 +506,66 @@ def test_ids_out_of_range_are_skipped(strategy: str, monkeypatch: pytest.MonkeyP
 # --- edges ----------------------------------------------------------------------------------------------------------
 
 
-def _good() -> dict[str, Any]:
-    ids = torch.tensor([[0, 1], [2, 0]], device=runtime.DEVICE)
-    return {**_inputs(ids, 3, 8, 6, 2, torch.float32), "routing": kb.route(ids, 3)}
-
-
-_bad = functools.partial(call_with, kb.moe_lora, _good)
-
-
-BAD = {
-    "x is a list": (_bad(x=[1.0]), TypeError, "moe_lora: x must be a torch.Tensor, got list"),
-    "x of another length": (
-        _bad(x=lambda: randn(3, 8)),
-        ValueError,
-        r"moe_lora: x must have shape \(2, 8\), got \(3, 8\)",
-    ),
-    "x is not grouped": (_bad(grouped_in=True), ValueError, r"moe_lora: x must have shape \(4, 8\), got \(2, 8\)"),
-    "w is a matrix": (
-        _bad(w=lambda: randn(8, 6)),
-        ValueError,
-        r"moe_lora: w must have three dimensions, got shape \(8, 6\)",
-    ),
-    "w for fewer experts": (
-        _bad(w=lambda: randn(2, 8, 6)),
-        ValueError,
-        r"moe_lora: w must have shape \(3, 8, 6\), got \(2, 8, 6\)",
-    ),
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "x of another length": ({"x": lambda: randn(3, 8)}, r"x must have shape \(2, 8\), got \(3, 8\)"),
+    "x is not grouped": ({"grouped_in": True}, r"x must have shape \(4, 8\), got \(2, 8\)"),
+    "w for fewer experts": ({"w": lambda: randn(2, 8, 6)}, r"w must have shape \(3, 8, 6\), got \(2, 8, 6\)"),
     "packed w for fewer experts": (
-        _bad(w=lambda: kb.nf4_quantize(randn(2, 6, 32))),
-        ValueError,
-        r"moe_lora: w must have shape \(3, 6, 32\), got \(2, 6, 32\)",
+        {"w": lambda: kb.nf4_quantize(randn(2, 6, 32))},
+        r"w must have shape \(3, 6, 32\), got \(2, 6, 32\)",
     ),
     "packed w is a matrix": (
-        _bad(w=lambda: kb.nf4_quantize(randn(6, 8))),
-        ValueError,
-        r"moe_lora: w must have three dimensions, got shape \(6, 8\)",
+        {"w": lambda: kb.nf4_quantize(randn(6, 8))},
+        r"w must have three dimensions, got shape \(6, 8\)",
     ),
     "w of another dtype": (
-        _bad(w=lambda: randn(3, 8, 6).half()),
-        TypeError,
-        r"moe_lora: w must have the dtype of x \(torch.float32\), got torch.float16",
+        {"w": lambda: randn(3, 8, 6).half()},
+        r"w must have the dtype of x \(torch.float32\), got torch.float16",
     ),
-    "lora_a is a matrix": (
-        _bad(lora_a=lambda: randn(2, 8)),
-        ValueError,
-        r"moe_lora: lora_a must have three dimensions, got shape \(2, 8\)",
-    ),
-    "no rank": (
-        _bad(lora_a=lambda: randn(3, 0, 8)),
-        ValueError,
-        r"moe_lora: lora_a must have a rank of at least 1, got shape \(3, 0, 8\)",
-    ),
-    "lora_a alone": (
-        _bad(lora_b=None),
-        TypeError,
-        "moe_lora: lora_b must be a tensor where lora_a is one, got None",
-    ),
-    "lora_b alone": (
-        _bad(lora_a=None),
-        TypeError,
-        "moe_lora: lora_a must be a tensor where lora_b is one, got None",
-    ),
+    "no rank": ({"lora_a": lambda: randn(3, 0, 8)}, r"lora_a must have a rank of at least 1, got shape \(3, 0, 8\)"),
+    "lora_a alone": ({"lora_b": None}, "lora_b must be a tensor where lora_a is one, got None"),
+    "lora_b alone": ({"lora_a": None}, "lora_a must be a tensor where lora_b is one, got None"),
     "lora_b of another rank": (
-        _bad(lora_b=lambda: randn(3, 6, 3)),
-        ValueError,
-        r"moe_lora: lora_b must have shape \(3, 6, 2\), got \(3, 6, 3\)",
+        {"lora_b": lambda: randn(3, 6, 3)},
+        r"lora_b must have shape \(3, 6, 2\), got \(3, 6, 3\)",
     ),
-    "bias of another width": (
-        _bad(bias=lambda: randn(3, 5)),
-        ValueError,
-        r"moe_lora: bias must have shape \(3, 6\), got \(3, 5\)",
-    ),
-    "gates for one slot": (
-        _bad(gates=lambda: randn(2, 1)),
-        ValueError,
-        r"moe_lora: gates must have shape \(2, 2\), got \(2, 1\)",
-    ),
+    "bias of another width": ({"bias": lambda: randn(3, 5)}, r"bias must have shape \(3, 6\), got \(3, 5\)"),
+    "gates for one slot": ({"gates": lambda: randn(2, 1)}, r"gates must have shape \(2, 2\), got \(2, 1\)"),
     "gates of another dtype": (
-        _bad(gates=lambda: randn(2, 2).half()),
-        TypeError,
-        "moe_lora: gates must have dtype float32, got float16",
+        {"gates": lambda: randn(2, 2).half()},
+        "gates must have dtype float32, got float16",
     ),
     "gates and grouped_out": (
-        _bad(gates=lambda: randn(2, 2), grouped_out=True),
-        ValueError,
-        "moe_lora: grouped_out must be False with gates",
+        {"gates": lambda: randn(2, 2), "grouped_out": True},
+        "grouped_out must be False with gates",
     ),
-    "unknown strategy": (
-        _bad(strategy="both"),
-        ValueError,
-        "moe_lora: strategy must be one of 'auto', 'fused', 'split', got 'both'",
-    ),
-    "scaling is a word": (
-        _bad(scaling="half"),
-        TypeError,
-        "moe_lora: scaling must be a number, got str",
-    ),
+    "unknown strategy": ({"strategy": "both"}, "strategy must be one of 'auto', 'fused', 'split', got 'both'"),
     "ids instead of a routing": (
-        _bad(routing=lambda: torch.zeros(2, 2)),
-        TypeError,
-        r"moe_lora: routing must be a Routing, as route\(\) returns it, got Tensor",
-    ),
-    "w elsewhere": (
-        _bad(w=lambda: torch.empty(3, 8, 6, device="meta")),
-        ValueError,
-        r"moe_lora: w must be on the device of x \((cpu|cuda:0)\), got meta",
-    ),
-    "ids are floats": (
-        lambda: kb.route(randn(2, 2), 3),
-        TypeError,
-        "route: expert_ids must have dtype int64, int32, got float32",
-    ),
-    "ids are a vector": (
-        lambda: kb.route(torch.zeros(2, dtype=torch.int64, device=runtime.DEVICE), 3),
-        ValueError,
-        r"route: expert_ids must have two dimensions, got shape \(2,\)",
-    ),
-    "no expert": (
-        lambda: kb.route(torch.zeros(2, 1, dtype=torch.int64, device=runtime.DEVICE), 0),
-        ValueError,
-        "route: num_experts must be at least 1, got 0",
-    ),
-    "half an expert": (
-        lambda: kb.route(torch.zeros(2, 1, dtype=torch.int64, device=runtime.DEVICE), 2.5),
-        TypeError,
-        "route: num_experts must be an integer, got float",
+        {"routing": lambda: torch.zeros(2, 2)},
+        r"routing must be a Routing, as route\(\) returns it, got Tensor",
     ),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_says_what_is_wrong(name: str) -> None:
-    call, error, message = BAD[name]
-    with pytest.raises(error, match=message):
-        call()
+    changes, message = BAD[name]
+    ids = torch.tensor([[0, 1], [2, 0]], device=runtime.DEVICE)
+    given = {**_inputs(ids, 3, 8, 6, 2, torch.float32), "routing": kb.route(ids, 3)}
+    refused(kb.moe_lora, given, changes, f"moe_lora: {message}")
+
+
+def test_a_routing_has_an_expert() -> None:
+    with pytest.raises(ValueError, match="route: num_experts must be at least 1, got 0"):
+        kb.route(torch.zeros(2, 1, dtype=torch.int64, device=runtime.DEVICE), 0)
 
 
 @pytest.mark.skipif(not runtime.INTERPRET, reason="the interpreter's overflow check")
 @pytest.mark.parametrize("strategy", ("fused", "split"))
-@pytest.mark.parametrize("dtype", (torch.float16, torch.float32), ids=label)
-def test_offsets_are_64_bit(dtype: torch.dtype, strategy: str, overflow_raises: Callable[[], None]) -> None:
+def test_offsets_are_64_bit(strategy: str, overflow_raises: Callable[[], None]) -> None:
     """Rows of x and the matrices of experts lie 2^31 + 8 elements apart."""
     ids = torch.tensor([[0, 1], [1, 0]])
-    inputs = _inputs(ids, 2, 24, 32, 3, dtype)
+    inputs = _inputs(ids, 2, 24, 32, 3, torch.float16)
     routing = kb.route(ids, 2)
 
     def run(given: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -743,12 +633,10 @@ kb.moe_lora(x, q, a, b, kb.route(torch.zeros(40, 2, dtype=torch.int64), 5))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES, ids=label)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=label)
 @pytest.mark.parametrize("strategy", ("fused", "split"))
 @pytest.mark.parametrize(
-    "problem",
-    ((500, 16, 4, 512, 768, 16), (333, 7, 2, 1000, 520, 64), (2048, 64, 8, 256, 384, 32), (64, 5, 2, 257, 130, 3)),
-    ids=label,
+    "problem", ((500, 16, 4, 512, 768, 16), (333, 7, 2, 1000, 520, 64), (64, 5, 2, 257, 130, 3)), ids=label
 )
 def test_real_sizes(problem: tuple[int, ...], strategy: str, dtype: torch.dtype) -> None:
     tokens, experts, slots, k, n, rank = problem
@@ -773,12 +661,10 @@ def test_more_than_2_31_elements() -> None:
         leaves = {name: t.detach().requires_grad_(name != "w") for name, t in inputs.items()}
         y = kb.moe_lora(**leaves, routing=routing, strategy=strategy)
         dx = torch.autograd.grad(y, leaves["x"], torch.ones_like(y))[0]
-        for pair, expert in enumerate(ids.reshape(-1).tolist()):
-            whole = w[expert].double() + (inputs["lora_b"][expert].double() @ inputs["lora_a"][expert].double()).t()
-            assert check.relative_error(y[pair], inputs["x"][pair // 2].double() @ whole) < 0.01
-            if pair % 2 == 1:
-                other = w[ids[pair // 2, 0]].double()
-                other += (
-                    inputs["lora_b"][ids[pair // 2, 0]].double() @ inputs["lora_a"][ids[pair // 2, 0]].double()
-                ).t()
-                assert check.relative_error(dx[pair // 2], (whole + other).sum(1)) < 0.01
+        merged = {
+            e: w[e].double() + (inputs["lora_b"][e] @ inputs["lora_a"][e]).double().t() for e in (0, 1, 597, 598, 599)
+        }
+        for token, (first, second) in enumerate(ids.tolist()):
+            for pair, expert in ((2 * token, first), (2 * token + 1, second)):
+                assert check.relative_error(y[pair], inputs["x"][token].double() @ merged[expert]) < 0.01
+            assert check.relative_error(dx[token], (merged[first] + merged[second]).sum(1)) < 0.01
