@@ -13,7 +13,7 @@ import torch
 import triton
 from tensors import far_apart, guarded_memory, randn
 
-from kernelbook import arguments, check, operators, runtime
+from kernelbook import arguments, check, runtime
 from kernelbook.attention import backward, flash_attention_reference
 from kernelbook.attention import kernels as attention_kernels
 from kernelbook.attention import kernels_hopper as hopper
@@ -45,10 +45,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[products.Plan | N
     monkeypatch.setattr(products, "plan", planned)
     for name in ("PACKED_ELEMENTS", "SOME_ELEMENTS"):
         monkeypatch.setattr(nf4_kernels, name, 0)
-    operators.forget_plans()
     with interpreted(assembly=assembly, any_tile=True, bounded=lambda _: BOUNDED):
         yield made
-    operators.forget_plans()
 
 
 def _packed(kind: str, *shape: int) -> kb.NF4Tensor:
@@ -307,7 +305,6 @@ def test_attention(problem: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) ->
         return turns[-1]
 
     monkeypatch.setattr(backward, "counters", counters)
-    operators.forget_plans()
     shapes = {"q": (b, h, n, d), "k": (b, h_kv, s, d), "v": (b, h_kv, s, d)}
     inputs = {name: randn(*shape, dtype=F16) for name, shape in shapes.items()}
     if n % 20:  # probabilities of what does not exist would be large
@@ -322,6 +319,5 @@ def test_attention(problem: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) ->
         inputs,
         grads=tuple(inputs),
     )
-    operators.forget_plans()
     assert {*launched} == ({"fwd", "bwd"} if at_once else {"fwd", "dkdv", "dq"})
     assert bool(turns) == at_once and not any(t.any() for t in turns), "as the next launch needs them"

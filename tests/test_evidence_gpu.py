@@ -1,13 +1,7 @@
-"""What only a GPU can tell, in few and short tests: kernels that the interpreter cannot run, many times over.
-
-They are what ``tools/evidence/mutants.py`` shows to faults in kernels written in Gluon: each compiles few kernels, as a fault
-means to compile anew, and keeps what is true in a file where that command names a folder for it.
-"""
+"""What only a GPU can tell, in few and short tests: kernels that the interpreter cannot run, many times over."""
 
 import functools
-import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import kernelbook as kb
@@ -31,42 +25,23 @@ def _given(*shape: int, dtype: torch.dtype = BF16, scale: float = 1.0) -> torch.
     return (torch.randn(shape) * scale).to(runtime.DEVICE, dtype)
 
 
-@functools.lru_cache(1)
-def _upstream(shape: torch.Size) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(runtime.DEVICE, BF16)
-
-
 def _run(function: Callable[..., torch.Tensor], inputs: dict[str, torch.Tensor], grads: Sequence[str]) -> list[Any]:
     leaves = {name: t.detach().requires_grad_(name in grads) for name, t in inputs.items()}
     out = function(**leaves)
-    found = torch.autograd.grad(out, [leaves[n] for n in grads], _upstream(out.shape).to(out.dtype)) if grads else ()
-    return [out.detach(), *found]
+    upstream = torch.linspace(-1, 1, out.numel(), device=out.device).to(out.dtype).view(out.shape)
+    return [out.detach(), *(torch.autograd.grad(out, [leaves[n] for n in grads], upstream) if grads else ())]
 
 
 def _check(
-    name: str,
     ours: Callable[..., torch.Tensor],
     reference: Callable[..., torch.Tensor],
     inputs: dict[str, torch.Tensor],
     grads: Sequence[str] = (),
     times: int = 15,
 ) -> None:
-    """As ``check.check_op``; then the same bits again and again."""
-    with check.poisoned_empty():
-        found = _run(ours, inputs, grads)
-    folder = os.environ.get("KERNELBOOK_TRUTHS")
-    path = Path(folder or ".") / f"{name}.pt"
-    if folder and path.exists():
-        truth, plain = torch.load(path, map_location=runtime.DEVICE)
-    else:
-        truth = _run(reference, {n: t.double() for n, t in inputs.items()}, grads)
-        plain = _run(reference, inputs, grads)
-        if folder:
-            torch.save((truth, plain), path.with_suffix(f".{os.getpid()}"))
-            path.with_suffix(f".{os.getpid()}").replace(path)
-    for what, out, exact, base in zip(("out", *grads), found, truth, plain, strict=True):
-        factor = check.FORWARD_FACTOR if what == "out" else check.GRADIENT_FACTOR
-        check.compare(what, out, exact, base, factor=factor).require()
+    """By the rule of check.py; then the same bits again and again."""
+    check.check_op(ours, reference, inputs, grads=grads)
+    found = _run(ours, inputs, grads)
     for _ in range(times):
         assert all(torch.equal(a, b) for a, b in zip(_run(ours, inputs, grads), found, strict=True))
 
@@ -78,14 +53,11 @@ ATTENTION = (
     (2, 4, 2, 300, 300, 128, True),
     (1, 2, 2, 200, 333, 128, True),
     (2, 4, 2, 333, 200, 128, True),
-    (1, 4, 2, 300, 300, 256, False),
     (1, 4, 1, 300, 300, 256, True),
-    (1, 2, 2, 150, 333, 256, True),
     (2, 4, 2, 300, 300, 64, False),
     (1, 4, 2, 1100, 1100, 64, True),
     (1, 3, 1, 2100, 2200, 64, False),
     (16, 4, 2, 1000, 1000, 128, False),
-    (16, 4, 2, 1000, 1000, 128, True),
     (33, 4, 2, 600, 600, 256, True),
     (2, 4, 2, 300, 300, 100, True),
 )
@@ -99,26 +71,9 @@ def test_attention_on_hopper(problem: tuple[int, ...], dtype: torch.dtype) -> No
         pytest.skip("once is enough")
     inputs = {"q": _given(b, h, n, d, dtype=dtype)} | {x: _given(b, h_kv, s, d, dtype=dtype) for x in ("k", "v")}
     _check(
-        f"attention_{'_'.join(map(str, problem))}_{dtype}",
         functools.partial(kb.flash_attention, causal=bool(causal)),
         functools.partial(flash_attention_reference, causal=bool(causal)),
         inputs,
-        ("q", "k", "v"),
-    )
-
-
-@pytest.mark.parametrize("kind", ("lengths", "window"))
-@pytest.mark.parametrize("d", (64, 128, 256))
-def test_attention(d: int, kind: str) -> None:
-    q, k, v = (_given(3, h, 700, d) for h in (4, 2, 2))
-    given = {"causal": True, "lengths": torch.tensor([700, 0, 130], device=q.device)}
-    if kind == "window":
-        given["window"] = 150
-    _check(
-        f"attention_{d}_{kind}",
-        functools.partial(kb.flash_attention, **given),
-        functools.partial(flash_attention_reference, **given),
-        {"q": q, "k": k, "v": v},
         ("q", "k", "v"),
     )
 
@@ -154,7 +109,6 @@ def test_packed_matrix(m: int, kind: str, shape: tuple[int, ...], monkeypatch: p
     q, last = _packed(kind, *shape), shape[0] - 1
     w = kb.nf4_dequantize(q, dtype=torch.float32)[last]
     _check(
-        f"matrix_{m}_{kind}_{shape}",
         lambda x: kb.nf4_matmul(x, q, torch.tensor([last], device=x.device) if m % 2 else last),
         lambda x: x @ w.to(x.dtype).t(),
         {"x": _given(m, shape[2])},
@@ -203,7 +157,6 @@ def test_packed_experts(problem: tuple[Any, ...], dtype: torch.dtype) -> None:
         inputs["bias"] = _given(experts, n, dtype=dtype)
     given = {"scaling": 0.5} | ({} if rank else {"lora_a": None, "lora_b": None})
     _check(
-        f"experts_{'_'.join(map(str, problem))}_{dtype}",
         functools.partial(kb.moe_lora, w=q, routing=kb.route(ids, experts), **given),
         lambda **t: moe_lora_reference(w=w.to(t["x"].dtype), expert_ids=ids, **given, **t),
         inputs,
@@ -222,7 +175,6 @@ def test_packed_experts_in_sorted_order(tokens: int, grouped_in: bool) -> None:
     w = kb.nf4_dequantize(q, dtype=torch.float32).transpose(1, 2)
     how = {"grouped_in": grouped_in, "grouped_out": not grouped_in}
     _check(
-        f"sorted_{tokens}_{grouped_in}",
         functools.partial(kb.scatter2scatter, w=q, routing=kb.route(ids, experts), **how),
         lambda x: scatter2scatter_reference(x, w.to(x.dtype), ids, **how),
         {"x": _given(2 * tokens if grouped_in else tokens, k)},

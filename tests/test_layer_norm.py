@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from tensors import label, randn
+from tensors import label, randn, refused
 
 import kernelbook as kb
 from bench import layer_norm as bench
@@ -41,10 +41,10 @@ def _check(x: torch.Tensor, weight: Any, bias: Any, norm: Any = kb.layer_norm) -
 
 
 # Rows that share a tile, one tile, several tiles, rows that two programs share, rows that are looped over.
-SHAPES = ((1, 1), (1, 97), (7, 1), (13, 64), (101, 31), (5, 1031), (3, 2053), (5, 4096), (2, 5003), (2, 9001))
+SHAPES = ((1, 1), (7, 1), (13, 64), (101, 31), (3, 2053), (5, 4096), (2, 9001))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=label)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=label)
 @pytest.mark.parametrize("shape", SHAPES, ids=label)
 @pytest.mark.parametrize("norm", NORMS)
 def test_outputs_and_gradients(shape: tuple[int, int], dtype: torch.dtype, norm: Any) -> None:
@@ -52,10 +52,9 @@ def test_outputs_and_gradients(shape: tuple[int, int], dtype: torch.dtype, norm:
     _check(randn(*shape, dtype=dtype), randn(n, dtype=dtype), randn(n, dtype=dtype), norm)
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=label)
 @pytest.mark.parametrize("n", (13_000, 18_000, 40_000))
-def test_rows_beyond_one_tile(n: int, dtype: torch.dtype) -> None:
-    _check(randn(3, n, dtype=dtype), randn(n, dtype=dtype), randn(n, dtype=dtype))
+def test_rows_beyond_one_tile(n: int) -> None:
+    _check(*(randn(*shape, dtype=torch.bfloat16) for shape in ((3, n), (n,), (n,))))
 
 
 @pytest.mark.parametrize("with_weight", (True, False))
@@ -90,11 +89,10 @@ def test_mixed_dtypes() -> None:
     x, w, b = randn(6, 40, dtype=torch.float16), randn(40), randn(40, dtype=torch.bfloat16)
     leaves = [t.requires_grad_() for t in (x, w, b)]
     y = kb.layer_norm(*leaves)
-    assert y.dtype == torch.float16
     grads = torch.autograd.grad(y, leaves, torch.ones_like(y))
     assert [g.dtype for g in grads] == [t.dtype for t in leaves]
     exact = _reference(x.double(), w.double(), b.double())
-    assert check.relative_error(y, exact) < 1e-3
+    check.compare("out", y, exact, _torch(x, w.half(), b.half())).require()
 
 
 def test_the_backward_reference_is_the_gradient() -> None:
@@ -135,20 +133,13 @@ def test_nan_stays_in_a_row_of_one_element(poisoned: str) -> None:
     assert dx.isnan().flatten().tolist() == [False, True, False] and not dx[::2].any()
 
 
-def test_a_module_trains_like_pytorchs() -> None:
+def test_a_module_takes_the_state_of_pytorchs_and_says_what_is_wrong() -> None:
     ours, theirs = LayerNorm(24, device=runtime.DEVICE), torch.nn.LayerNorm(24, device=runtime.DEVICE)
-    theirs.load_state_dict(ours.state_dict())
-    losses = []
-    for module in (ours, theirs):
-        torch.manual_seed(1)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        for _ in range(3):
-            optimizer.zero_grad()
-            loss = (module(randn(8, 24)) - 1).square().mean()
-            loss.backward()
-            optimizer.step()
-        losses.append(loss.detach())
-    torch.testing.assert_close(*losses)
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter)
+    ours.load_state_dict(theirs.state_dict())
+    x = randn(8, 24)
+    check.compare("out", ours(x), theirs.double()(x.double()), theirs.float()(x)).require()
     with pytest.raises(ValueError, match=r"LayerNorm: normalized_shape must name one dimension, got \(2, 3\)"):
         LayerNorm([2, 3])
     with pytest.raises(ValueError, match=r"LayerNorm: input must have shape \(..., 24\), got \(2, 3\)"):
@@ -158,7 +149,7 @@ def test_a_module_trains_like_pytorchs() -> None:
 # --- edges ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", ((0, 8), (3, 0), (0, 0), (2, 0, 8)), ids=label)
+@pytest.mark.parametrize("shape", ((0, 8), (3, 0), (2, 0, 8)), ids=label)
 @pytest.mark.parametrize("norm", NORMS)
 def test_empty_inputs(shape: tuple[int, ...], norm: Any) -> None:
     x = randn(*shape).requires_grad_()
@@ -170,57 +161,23 @@ def test_empty_inputs(shape: tuple[int, ...], norm: Any) -> None:
     assert not dw.any() and not db.any() and dw.shape == w.shape
 
 
-BAD = {
-    "x is a list": (lambda: kb.layer_norm([1.0]), TypeError, "layer_norm: x must be a torch.Tensor, got list"),
-    "x is integer": (
-        lambda: kb.layer_norm(torch.ones(2, 3, dtype=torch.int64, device=runtime.DEVICE)),
-        TypeError,
-        "layer_norm: x must have dtype float16, bfloat16, float32, float64, got int64",
-    ),
-    "x is a scalar": (
-        lambda: kb.layer_norm(randn()),
-        ValueError,
-        "layer_norm: x must have at least one dimension, got a scalar",
-    ),
-    "weight of another length": (
-        lambda: kb.layer_norm(randn(2, 4096), randn(4095)),
-        ValueError,
-        r"layer_norm: weight must have shape \(4096,\), got \(4095,\)",
-    ),
-    "bias of another length": (
-        lambda: kb.layer_norm(randn(2, 8), randn(8), randn(2, 8)),
-        ValueError,
-        r"layer_norm: bias must have shape \(8,\), got \(2, 8\)",
-    ),
-    "weight is integer": (
-        lambda: kb.layer_norm(randn(2, 3), torch.ones(3, dtype=torch.int32, device=runtime.DEVICE)),
-        TypeError,
-        "layer_norm: weight must have dtype float16, bfloat16, float32, float64, got int32",
-    ),
-    "weight elsewhere": (
-        lambda: kb.layer_norm(randn(2, 3), torch.empty(3, device="meta")),
-        ValueError,
-        r"layer_norm: weight must be on the device of x \((cpu|cuda:0)\), got meta",
-    ),
-    "negative eps": (
-        lambda: kb.layer_norm(randn(2, 3), eps=-1.0),
-        ValueError,
-        "layer_norm: eps must be a number that is not negative, got -1.0",
-    ),
-    "eps is text": (lambda: kb.layer_norm(randn(2, 3), eps="x"), TypeError, "layer_norm: eps must be a number"),
-    "locks and a row that is too long": (
-        lambda: layer_norm_with_locks(randn(1, 2**15 + 1)),
-        ValueError,
-        r"layer_norm_with_locks: x must have rows of at most 128 KiB in float32, got \(1, 32769\)",
-    ),
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "x is a scalar": ({"x": randn}, "x must have at least one dimension, got a scalar"),
+    "weight of another length": ({"weight": lambda: randn(7)}, r"weight must have shape \(8,\), got \(7,\)"),
+    "bias of another length": ({"bias": lambda: randn(2, 8)}, r"bias must have shape \(8,\), got \(2, 8\)"),
+    "negative eps": ({"eps": -1.0}, "eps must be a number that is not negative, got -1.0"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_says_what_is_wrong(name: str) -> None:
-    call, error, message = BAD[name]
-    with pytest.raises(error, match=message):
-        call()
+    changes, message = BAD[name]
+    refused(kb.layer_norm, {"x": randn(2, 8), "weight": randn(8)}, changes, f"layer_norm: {message}")
+
+
+def test_locks_take_no_row_that_is_too_long() -> None:
+    message = r"layer_norm_with_locks: x must have rows of at most 128 KiB in float32, got \(1, 32769\)"
+    refused(layer_norm_with_locks, {}, {"x": lambda: randn(1, 2**15 + 1)}, message)
 
 
 def test_too_many_columns() -> None:
@@ -233,16 +190,16 @@ def test_too_many_columns() -> None:
 def test_every_width_has_a_configuration_that_fits(target: str) -> None:
     properties = runtime.TARGETS[target]
     for itemsize in (2, 4, 8):
-        for n in (*range(1, 100), *range(100, 50_000, 97)):
+        for n in (*range(1, 100, 7), *range(100, 50_000, 997)):
             forward = kernels.plan_forward(n, itemsize, properties)
-            backward = kernels.plan_backward(n, itemsize, n % 16 == 0, 2, False, properties).config
-            if forward is not None:
-                assert forward.kwargs["BLOCK_N"] * forward.kwargs["NUM_BLOCKS"] >= n
-            if "SPLIT" in backward.kwargs:
-                kw = backward.kwargs
-                assert kw["BLOCK_N"] * kw["NUM_BLOCKS"] * kw["SPLIT"] >= n
-                shared_bytes, _ = kernels.backward_resources(backward, itemsize)
-                assert shared_bytes <= properties.shared_memory_per_program
+            assert forward is None or forward.kwargs["BLOCK_N"] * forward.kwargs["NUM_BLOCKS"] >= n
+            for sums in (1, 2):  # RMSNorm's, and LayerNorm's
+                backward = kernels.plan_backward(n, itemsize, n % 16 == 0, sums, False, properties).config
+                if "SPLIT" in backward.kwargs:
+                    kw = backward.kwargs
+                    assert kw["BLOCK_N"] * kw["NUM_BLOCKS"] * kw["SPLIT"] >= n
+                    shared_bytes, _ = kernels.backward_resources(backward, itemsize)
+                    assert shared_bytes <= properties.shared_memory_per_program
 
 
 def test_locks_are_refused_where_bits_are_promised() -> None:
@@ -262,10 +219,8 @@ def test_locks_are_refused_where_bits_are_promised() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16), ids=label)
-@pytest.mark.parametrize(
-    "n", (512, 1001, 1536, 2001, 3001, 4096, 5003, 5632, 8192, 12288, 13824, 15001, 15872, 20480, 33000)
-)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=label)
+@pytest.mark.parametrize("n", (512, 1001, 1536, 3001, 4096, 5632, 8192, 13824, 15872, 20480, 33000))
 @pytest.mark.parametrize("norm", NORMS)
 def test_real_sizes(n: int, dtype: torch.dtype, norm: Any) -> None:
     if norm is layer_norm_with_locks and n > 2**15:

@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from tensors import call_with, label, randn
+from tensors import label, randn, refused
 
 import kernelbook as kb
 from kernelbook import check, runtime
-from kernelbook.layer_norm import kernels, rms_norm_backward_reference, rms_norm_reference
+from kernelbook.layer_norm import rms_norm_backward_reference, rms_norm_reference
 from kernelbook.nn import RMSNorm
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -36,22 +36,15 @@ def _check(x: torch.Tensor, weight: Any = None, residual: Any = None) -> None:
 
 
 # Rows that share a tile, one tile, several tiles, rows that two programs share, rows that are looped over.
-SHAPES = ((1, 1), (1, 97), (7, 1), (13, 64), (101, 31), (3, 2053), (3, 4096), (2, 9001))
+SHAPES = ((1, 1), (7, 1), (13, 64), (101, 31), (3, 2053), (2, 9001))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=label)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=label)
 @pytest.mark.parametrize("shape", SHAPES, ids=label)
-def test_outputs_and_gradients(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    _check(randn(*shape, dtype=dtype), randn(shape[1], dtype=dtype))
-
-
-@pytest.mark.parametrize(
-    ("shape", "dtype"),
-    (((1, 1), torch.float32), ((13, 64), torch.bfloat16), ((3, 2053), torch.float16), ((2, 9001), torch.float32)),
-    ids=label,
-)
-def test_outputs_and_gradients_with_a_residual(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    _check(randn(*shape, dtype=dtype), randn(shape[1], dtype=dtype), randn(*shape, dtype=dtype))
+@pytest.mark.parametrize("with_residual", (False, True))
+def test_outputs_and_gradients(shape: tuple[int, int], dtype: torch.dtype, with_residual: bool) -> None:
+    x, residual = (randn(*shape, dtype=dtype) for _ in range(2))
+    _check(x, randn(shape[1], dtype=dtype), residual if with_residual else None)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +52,6 @@ def test_outputs_and_gradients_with_a_residual(shape: tuple[int, int], dtype: to
     (
         ((13, 64), (torch.bfloat16, torch.float32)),  # what autocast makes of a layer's result, and the residual stream
         ((3, 2053), (torch.float32, torch.float16)),
-        ((2, 9001), (torch.float16, torch.float32)),
         ((3, 5), (torch.float16, torch.bfloat16)),
         ((3, 5), (torch.float32, torch.float64)),
     ),
@@ -182,56 +174,18 @@ def test_empty_inputs(shape: tuple[int, ...]) -> None:
     assert not dw.any() and dw.shape == w.shape
 
 
-def _given() -> dict[str, Any]:
-    return {"x": randn(2, 8), "weight": randn(8)}
-
-
-BAD = {
-    "x is a list": ({"x": [1.0]}, TypeError, "x must be a torch.Tensor, got list"),
-    "x is a scalar": ({"x": randn}, ValueError, "x must have at least one dimension, got a scalar"),
-    "weight of another length": (
-        {"weight": lambda: randn(7)},
-        ValueError,
-        r"weight must have shape \(8,\), got \(7,\)",
-    ),
-    "weight elsewhere": (
-        {"weight": lambda: torch.empty(8, device="meta")},
-        ValueError,
-        r"weight must be on the device of x \((cpu|cuda:0)\), got meta",
-    ),
-    "residual of another shape": (
-        {"residual": lambda: randn(8)},
-        ValueError,
-        r"residual must have shape \(2, 8\), got \(8,\)",
-    ),
-    "residual of integers": (
-        {"residual": lambda: torch.zeros(2, 8, dtype=torch.int32, device=runtime.DEVICE)},
-        TypeError,
-        "residual must have dtype float16, bfloat16, float32, float64, got int32",
-    ),
-    "negative eps": ({"eps": -1.0}, ValueError, "eps must be a number that is not negative, got -1.0"),
-    "eps is None": ({"eps": None}, TypeError, "eps must be a number that is not negative, got NoneType"),
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "x is a scalar": ({"x": randn}, "x must have at least one dimension, got a scalar"),
+    "weight of another length": ({"weight": lambda: randn(7)}, r"weight must have shape \(8,\), got \(7,\)"),
+    "residual of another shape": ({"residual": lambda: randn(8)}, r"residual must have shape \(2, 8\), got \(8,\)"),
+    "negative eps": ({"eps": -1.0}, "eps must be a number that is not negative, got -1.0"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_says_what_is_wrong(name: str) -> None:
-    changes, error, message = BAD[name]
-    with pytest.raises(error, match=f"rms_norm: {message}"):
-        call_with(kb.rms_norm, _given, **changes)()
-
-
-def test_every_width_has_a_configuration_that_fits() -> None:
-    """One sum instead of two leaves registers: no width is worse off than LayerNorm's."""
-    for n in (*range(16, 20_000, 496), 15_872):
-        for aligned in (True, False):
-            ours, layer_norms = (
-                kernels.plan_backward(n, 2, aligned, sums, False, runtime.properties()).config for sums in (1, 2)
-            )
-            if "SPLIT" in layer_norms.kwargs:
-                kw = ours.kwargs
-                assert kw["BLOCK_N"] * kw["NUM_BLOCKS"] * kw["SPLIT"] >= n
-                assert kw["SPLIT"] <= layer_norms.kwargs["SPLIT"]
+    changes, message = BAD[name]
+    refused(kb.rms_norm, {"x": randn(2, 8), "weight": randn(8)}, changes, f"rms_norm: {message}")
 
 
 # --- on a GPU -------------------------------------------------------------------------------------------------------
@@ -239,7 +193,7 @@ def test_every_width_has_a_configuration_that_fits() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=label)
-@pytest.mark.parametrize("n", (512, 1001, 1536, 3001, 4096, 5632, 8192, 13824, 15872, 20480, 33000))
+@pytest.mark.parametrize("n", (512, 1001, 4096, 8192, 15872, 20480, 33000))
 @pytest.mark.parametrize("with_residual", (False, True))
 def test_real_sizes(n: int, dtype: torch.dtype, with_residual: bool) -> None:
     rows = 3001 if n < 5000 else 401  # within 4 GiB, beside others on a GPU

@@ -132,11 +132,6 @@ def test_threads_take_turns_in_the_interpreter() -> None:
     assert all(torch.equal(out, torch.arange(float(len(out)))) for out in outs)
 
 
-def test_triton_imported_before_in_the_right_mode_is_fine() -> None:
-    done = _python("import triton, kernelbook; print('fine')", TRITON_INTERPRET="1")
-    assert done.stdout.strip() == "fine", done.stderr
-
-
 PLATFORMS = {
     "linux": "which is not installed: pip install 'triton>=3.6' (Linux; no GPU is needed)",
     "darwin": "which has no build for macOS: take a Linux container or virtual machine",
@@ -319,16 +314,6 @@ def test_a_mask_of_a_number_and_a_tile_is_one() -> None:
     x = torch.zeros(4)
     _others_kernel[(1,)](x, 3, BLOCK=4)
     assert x.tolist() == [1.0, 1.0, 1.0, 0.0]
-
-
-def test_properties_follow_the_compilation_target() -> None:
-    before = runtime.properties()
-    with runtime.compiling_for("sm_80") as target:
-        assert runtime.properties() is target and target.num_sms == 108
-    assert runtime.properties() == before
-    wrong = f"target must be one of {', '.join(runtime.TARGETS)}, got 'sm_70'"
-    with pytest.raises(ValueError, match=wrong), runtime.compiling_for("sm_70"):
-        pass
 
 
 def test_environment_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
