@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 from tensors import label, randn, refused
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -71,23 +69,6 @@ PROBLEMS = (
 @pytest.mark.parametrize("problem", PROBLEMS, ids=label)
 def test_output_and_gradients(problem: tuple[int, ...], dtype: torch.dtype, causal: bool) -> None:
     _check(*_qkv(*problem, dtype=dtype), causal)
-
-
-@given(
-    b=st.integers(1, 2),
-    h_kv=st.integers(1, 2),
-    group=st.integers(1, 3),
-    n=st.integers(0, 50),
-    s=st.integers(0, 50),
-    d=st.integers(1, 70),
-    causal=st.booleans(),
-    scale=st.sampled_from((None, 0.3, -0.2, 0.0)),
-    dtype=st.sampled_from((*DTYPES, torch.float64)),
-)
-def test_any_shape(
-    b: int, h_kv: int, group: int, n: int, s: int, d: int, causal: bool, scale: float | None, dtype: torch.dtype
-) -> None:
-    _check(*_qkv(b, h_kv * group, h_kv, n, s, d, dtype=dtype), causal, scale)
 
 
 def _seen(b: int, n: int, s: int, causal: bool, lengths: torch.Tensor | None, window: int | None) -> torch.Tensor:
@@ -450,23 +431,6 @@ def test_float64_leaves_room_where_shared_memory_is_small(target: str, d: int) -
 
 
 # --- on a GPU -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("causal", (False, True))
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=label)
-@pytest.mark.parametrize(
-    "problem",
-    (
-        (2, 8, 8, 1024, 1024, 64), (1, 4, 4, 777, 1300, 64), (2, 4, 1, 1300, 777, 128), (1, 4, 2, 513, 2049, 256),
-        (1, 4, 2, 1025, 1025, 80), (3, 2, 1, 1, 4096, 128), (1, 2, 2, 500, 500, 17),
-    ),
-    ids=label,
-)  # fmt: skip
-@pytest.mark.parametrize("plain", (False, True))
-def test_real_sizes(problem: tuple[int, ...], dtype: torch.dtype, causal: bool, plain: bool) -> None:
-    with op.plain_kernels() if plain else contextlib.nullcontext():
-        _check(*_qkv(*problem, dtype=dtype), causal)
 
 
 @pytest.mark.gpu

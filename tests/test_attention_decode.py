@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tensors import label, randn, refused
 
 import kernelbook as kb
@@ -18,8 +16,6 @@ from kernelbook.attention import (
     kernels_decode,
     paged_attention_reference,
 )
-
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @pytest.fixture
@@ -131,25 +127,6 @@ def test_pages_with_sinks_and_a_soft_cap(splits: int, split_into: Callable[..., 
         functools.partial(kb.paged_attention, softcap=0.7),
         functools.partial(paged_attention_reference, softcap=0.7),
         {**inputs, "sinks": 4 * randn(4)},
-    )
-
-
-@given(
-    b=st.integers(1, 3), h_kv=st.integers(1, 2), group=st.integers(1, 3), n=st.integers(0, 16), d=st.integers(1, 40),
-    page=st.sampled_from((16, 32, 80)), per=st.integers(0, 3), share=st.floats(0, 1),
-    scale=st.sampled_from((None, 0.3, -0.2)), dtype=st.sampled_from((*DTYPES, torch.float64)),
-)  # fmt: skip
-@settings(max_examples=10)
-def test_any_pages(
-    b: int, h_kv: int, group: int, n: int, d: int, page: int, per: int, share: float, scale: float | None,
-    dtype: torch.dtype,
-) -> None:  # fmt: skip
-    lengths = [int(share * page * per)] * b
-    inputs = _paged(b, h_kv * group, h_kv, n, d, page, per, dtype, lengths)
-    check.check_op(
-        functools.partial(kb.paged_attention, scale=scale),
-        functools.partial(paged_attention_reference, scale=scale),
-        inputs,
     )
 
 

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from tensors import default_dtype
 
 import kernelbook as kb
 from kernelbook import check, runtime
@@ -56,16 +55,6 @@ def test_halves_go_to_the_even_code() -> None:
     expected = torch.tensor([0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 6.0], device=DEV)
     out = kb.nf4_dequantize(kb.fp4_quantize(w), dtype=torch.float32)[0, 0]
     assert torch.equal(out[:8], expected) and torch.equal(out[8:16], -expected)
-
-
-@pytest.mark.parametrize("default", (torch.float16, torch.bfloat16, torch.float64), ids=str)
-@pytest.mark.parametrize("how", ({}, {"scale": "best"}, {"format": "nvfp4"}), ids=str)
-def test_pytorchs_default_dtype_changes_nothing(how: dict[str, Any], default: torch.dtype) -> None:
-    w = weights(3, 4, 64) * 1e-6  # where float16 has no powers of two
-    expected = kb.fp4_quantize(w, **how)
-    with default_dtype(default):
-        found = kb.fp4_quantize(w, **how)
-    torch.testing.assert_close(found._tensors(), expected._tensors(), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("format", tuple(FORMATS))

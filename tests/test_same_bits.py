@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tensors import randn
 
 import kernelbook as kb
-from kernelbook import operators, runtime
+from kernelbook import runtime
 from kernelbook.attention import kernels_same_bits
 from kernelbook.launch import AutotunedLaunch, launcher
 from kernelbook.layer_norm import kernels as layer_norm
@@ -226,24 +226,18 @@ def _norms(dtype: torch.dtype) -> tuple[Rows, int]:
 
 PRODUCTS: dict[str, Callable[[], tuple[Rows, int]]] = {
     "linear": lambda: _linear(torch.float32),
-    "linear, float16": lambda: _linear(torch.float16),
     "linear, bfloat16": lambda: _linear(torch.bfloat16),
     "experts, dense": lambda: _experts(torch.float16, "no"),
     "experts, float32": lambda: _experts(torch.float32, "no"),
     "experts, NF4": lambda: _experts(torch.bfloat16, "nf4"),
-    "experts, NF4, float32": lambda: _experts(torch.float32, "nf4"),
     "experts, MXFP4": lambda: _experts(torch.float16, "mxfp4"),
     "moe_lora": lambda: _moe_lora(torch.float16),
     "scatter2scatter": lambda: _scatter2scatter(torch.float32),
     "nf4_matmul": lambda: _nf4_matmul(torch.float32),
-    "nf4_matmul, bfloat16": lambda: _nf4_matmul(torch.bfloat16),
     "scatter_ffn": lambda: _scatter_ffn(torch.float32),
-    "scatter_ffn, float16": lambda: _scatter_ffn(torch.float16),
     "gather_matmul": lambda: _gather_matmul(torch.float32),
     "sparse_linear": lambda: _sparse_linear(torch.float32),
-    "sparse_linear, float16": lambda: _sparse_linear(torch.float16),
     "norms": lambda: _norms(torch.float32),
-    "norms, bfloat16": lambda: _norms(torch.bfloat16),
 }
 # Of these some row is another one outside of the mode in the interpreter, for whose rules the sizes are.
 DIFFER = ("experts, float32", "nf4_matmul", "scatter_ffn", "gather_matmul")
@@ -269,20 +263,6 @@ def test_without_the_mode_they_differ(name: str) -> None:
     rows, count = PRODUCTS[name]()
     whole = rows(torch.arange(count))
     assert not all(same(rows(torch.tensor([i])), whole[i : i + 1]) for i in range(count))
-
-
-@pytest.mark.parametrize(
-    "name", ["linear", "linear, float16", "experts, dense", "nf4_matmul", "sparse_linear", "norms"]
-)
-def test_results_are_right(name: str) -> None:
-    """In the mode and outside of it, up to rounding; the rooms' own tests hold the rule of correctness."""
-    rows, count = PRODUCTS[name]()
-    found, expected = [], rows(torch.arange(count))
-    with kb.same_bits():
-        found = rows(torch.arange(count))
-    for ours, theirs in zip(*((t,) if isinstance(t, torch.Tensor) else t for t in (found, expected)), strict=True):
-        tolerance = 1e-5 if ours.dtype == torch.float32 else 4e-3
-        assert (ours.float() - theirs.float()).norm() <= tolerance * theirs.float().norm()
 
 
 # --- attention -------------------------------------------------------------------------------------------------------
@@ -329,9 +309,8 @@ def test_a_prompt_in_chunks_and_token_by_token(how: str, s: int, cut: int, seed:
 
 
 @pytest.mark.usefixtures("short_parts")
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_lengths_padding_and_what_is_asked_of_autograd(dtype: torch.dtype) -> None:
-    q, k, v = _qkv(100, dtype)
+def test_lengths_padding_and_what_is_asked_of_autograd() -> None:
+    q, k, v = _qkv(100)
     with kb.same_bits():
         whole = kb.flash_attention(q, k, v, causal=True)
         leaves = [t.clone().requires_grad_() for t in (q, k, v)]
@@ -362,18 +341,6 @@ def test_pages_of_any_size(page: int, at: int, n: int, seed: int) -> None:
         whole = kb.flash_attention(q, k, v, causal=True)
         lengths = torch.tensor([at, at], device=q.device)
         assert same(kb.paged_attention(q[:, :, at - n : at], *pages, table, lengths), whole[:, :, at - n : at])
-
-
-@pytest.mark.usefixtures("short_parts")
-def test_whether_parts_are_split_over_programs_does_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v = _qkv(300, torch.float32, b=1)
-    found = []
-    with kb.same_bits():
-        for split in (True, False):
-            monkeypatch.setattr(kernels_same_bits, "splits", lambda *_, split=split: split)
-            operators.forget_plans()
-            found.append(kb.flash_attention(q[:, :, -3:], k, v, causal=True, window=250))
-    assert same(*found)
 
 
 @pytest.mark.skipif(not runtime.INTERPRET, reason="a GPU is asked at the sizes of models, by another test")

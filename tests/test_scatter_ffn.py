@@ -8,13 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 from tensors import far_apart, guarded_memory, label, randn, refused
 
 import kernelbook as kb
 from kernelbook import arguments, check, operators, runtime
-from kernelbook.lab import timing
 from kernelbook.nn import SparseFFN
 from kernelbook.scatter_ffn import (
     ACTIVATIONS,
@@ -26,7 +23,6 @@ from kernelbook.scatter_ffn import (
 )
 from kernelbook.study import scatter_ffn_with_atomics
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 Tensors = dict[str, torch.Tensor]
 
 
@@ -164,26 +160,6 @@ def test_activations_are_those_of_pytorch_also_far_out() -> None:
         torch.testing.assert_close(ours[0], activation_reference(z, activation), equal_nan=True, rtol=1e-5, atol=1e-6)
 
 
-@given(
-    m=st.integers(1, 40),
-    k=st.integers(1, 70),
-    n=st.integers(1, 90),
-    k_out=st.integers(1, 70),
-    share=st.floats(0, 1.2),
-    gated=st.booleans(),
-    dtype=st.sampled_from((*DTYPES, torch.float64)),
-    index=st.sampled_from((torch.int64, torch.int32)),
-    activation=st.sampled_from(ACTIVATIONS),
-)
-def test_any_shape(
-    m: int, k: int, n: int, k_out: int, share: float, gated: bool, dtype: torch.dtype, index: torch.dtype, activation: str
-) -> None:  # fmt: skip
-    neurons = torch.randint(0, n, (round(share * n),), device=runtime.DEVICE).to(index)  # some come twice
-    network = _network(m, k, n, k_out, dtype, gated=gated, bias=bool(m % 2))
-    _check_ffn(network, neurons, activation)
-    _check_gather(network, neurons, activation)
-
-
 @pytest.mark.parametrize("gated", (False, True), ids=("plain", "gated"))
 def test_no_neuron_and_none_given(gated: bool) -> None:
     """No neuron: what is left is the bias. ``None``: a dense network."""
@@ -208,16 +184,6 @@ def test_zero_sizes() -> None:
         network = _network(m, k, n, k_out, bias=True)
         _check_ffn(network, _neurons(n, min(n, 3)))
         _check_gather(network, _neurons(n, min(n, 3)))
-
-
-@pytest.mark.parametrize("leading", ((), (2, 0, 3), (2, 1, 3)), ids=label)
-def test_leading_shapes(leading: tuple[int, ...]) -> None:
-    network = _network(1, 20, 40, 12)
-    network["x"] = randn(*leading, 20)
-    if len(leading) == 3:
-        network["x"] = network["x"].transpose(0, 2)
-    _check_ffn(network, _neurons(40, 11))
-    _check_gather(network, _neurons(40, 11))
 
 
 # --- what is not listed ---------------------------------------------------------------------------------------------
@@ -532,35 +498,6 @@ def test_offsets_are_64_bit(name: str, overflow_raises: Callable[[], None]) -> N
 
 
 # --- on a GPU -------------------------------------------------------------------------------------------------------
-
-
-# (M, K, N, K_out, L): both sides of every threshold of the rules, sizes that are not aligned, few and many neurons.
-REAL = (
-    (1, 4096, 4096, 4096, 400),
-    (3, 1000, 3000, 520, 700),
-    (16, 4096, 11008, 4096, 1100),
-    (17, 4100, 3000, 4090, 1500),
-    (64, 2048, 8192, 2048, 100),
-    (100, 4096, 4096, 4096, 1),
-    (300, 1024, 4096, 1000, 900),
-    (4096, 512, 2048, 512, 1024),
-)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=label)
-@pytest.mark.parametrize("gated", (False, True), ids=("plain", "gated"))
-@pytest.mark.parametrize("problem", REAL, ids=label)
-def test_real_sizes(problem: tuple[int, ...], gated: bool, dtype: torch.dtype) -> None:
-    m, k, n, k_out, count = problem
-    network = _network(m, k, n, k_out, dtype, gated=gated, bias=True)
-    neurons = torch.cat([_neurons(n, count - count // 10), _neurons(n, count // 10)])
-    # PyTorch does not use tf32 for a single neuron, so there is nothing to compare with.
-    for tf32 in (False, True) if dtype == torch.float32 and count > 1 else (False,):
-        with timing.allow_tf32(tf32):
-            _check_ffn(network, neurons, "silu" if gated else "relu")
-            if not gated:
-                _check_gather(network, neurons, "gelu")
 
 
 @pytest.mark.gpu

@@ -8,13 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 from tensors import guarded_memory, label, randn, refused, with_tensor_cores
 
 import kernelbook as kb
 from kernelbook import arguments, check, operators, runtime
-from kernelbook.lab import timing
 from kernelbook.nn import SparseLinear
 from kernelbook.sparse_linear import (
     gather_cublas_backward,
@@ -27,7 +24,6 @@ from kernelbook.sparse_linear import (
     sparse_linear_reference,
 )
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MODES = ("sparse_dw", "sparse_dw_dx")
 
 
@@ -99,35 +95,6 @@ def test_outputs_and_gradients(problem: tuple[int, ...], dtype: torch.dtype) -> 
     )  # fmt: skip
 
 
-@given(
-    m=st.integers(1, 40),
-    d_in=st.integers(1, 70),
-    d_out=st.integers(1, 150),
-    chunk=st.integers(16, 70),
-    share=st.floats(0, 1),
-    dtype=st.sampled_from((*DTYPES, torch.float64)),
-    index=st.sampled_from((torch.int64, torch.int32)),
-)
-def test_any_shape(
-    m: int, d_in: int, d_out: int, chunk: int, share: float, dtype: torch.dtype, index: torch.dtype
-) -> None:
-    ids = _chunks(d_out, chunk, round(share * -(-d_out // chunk))).to(index)
-    given = {"active_chunks": ids, "chunk_size": chunk}
-    inputs = {"x": randn(m, d_in, dtype=dtype), "weight": randn(d_out, d_in, dtype=dtype)}
-    for mode in MODES:
-        check.check_op(
-            functools.partial(kb.sparse_linear, mode=mode, **given),
-            functools.partial(sparse_linear_reference, mode=mode, **given),
-            inputs,
-            grads=("x", "weight"),
-        )
-    check.check_op(
-        functools.partial(kb.sparse_forward, bias=None, **given),
-        functools.partial(sparse_forward_reference, bias=None, **given),
-        inputs,
-    )
-
-
 def _plan(r: int, d: int, k: int, split: int, boxes: bool) -> kernels.Plan:
     blocks = {"BLOCK_R": r, "BLOCK_D": d, "BLOCK_K": k, "GROUP": 8}
     return kernels.Plan(kernels.triton.Config(blocks, num_warps=4, num_stages=3), split, boxes)
@@ -179,14 +146,6 @@ def test_without_ids_and_in_mode_dense_it_is_linear() -> None:
     ):
         for a, b in zip(torch.autograd.grad(ours.square().sum(), (x, weight, bias)), plain, strict=True):
             assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("leading", ((), (2, 0, 3), (2, 1, 3)), ids=label)
-def test_leading_shapes(leading: tuple[int, ...]) -> None:
-    x, weight, bias, dy = randn(*leading, 20), randn(40, 20), randn(40), randn(*leading, 40)
-    if len(leading) == 3:
-        x, dy = x.transpose(0, 2), dy.transpose(0, 2)
-    _check_all(x, weight, bias, dy, _chunks(40, 16, 2), 16)
 
 
 def test_zero_sizes() -> None:
@@ -409,27 +368,6 @@ for again, once in zip(torch.autograd.grad(y, leaves, dy), first, strict=True):
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("dtype", "tf32"), ((torch.float32, False), (torch.float32, True), (torch.bfloat16, False)))
-@pytest.mark.parametrize(
-    ("problem", "count"),
-    (
-        ((2048, 512, 2048, 64), 3),
-        ((1000, 1000, 3000, 64), 20),
-        ((4097, 520, 2000, 48), 9),
-        ((300, 4096, 4096, 128), 31),
-    ),
-    ids=label,
-)
-def test_real_sizes(problem: tuple[int, ...], count: int, dtype: torch.dtype, tf32: bool) -> None:
-    m, d_in, d_out, chunk = problem
-    with timing.allow_tf32(tf32):
-        _check_all(
-            randn(m, d_in, dtype=dtype), randn(d_out, d_in, dtype=dtype), randn(d_out, dtype=dtype),
-            randn(m, d_out, dtype=dtype), _chunks(d_out, chunk, count), chunk,
-        )  # fmt: skip
 
 
 @pytest.mark.gpu
