@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import kernelbook as kb
 from kernelbook import memory, runtime
 from kernelbook.launch import Launch
 
@@ -37,6 +38,13 @@ def far_apart(tensor: torch.Tensor, *steps: int) -> torch.Tensor:
     strides = (*steps, 1)
     size = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, strides, strict=True))
     return torch.empty(size, dtype=tensor.dtype).as_strided(tensor.shape, strides).copy_(tensor)
+
+
+def packed(kind: str, *shape: int) -> kb.NF4Tensor:
+    """Random numbers in 4 bits; ``kind``: mxfp4, nvfp4, or the block size of NF4, as in ``64 double``, where scales are packed too."""
+    if kind in ("mxfp4", "nvfp4"):
+        return kb.fp4_quantize(randn(*shape), format=kind)
+    return kb.nf4_quantize(randn(*shape), block_size=int(kind.split()[0]), double_quant="double" in kind)
 
 
 def refused(function: Callable[..., object], given: dict[str, Any], changes: dict[str, Any], message: str) -> None:

@@ -228,18 +228,6 @@ def test_a_backward_pass_over_pages_that_were_written_is_noticed() -> None:
     assert torch.equal(pages[0][0, 0, 3], k[0, 0, 0])
 
 
-def test_generating_from_pages_is_generating_from_a_cache() -> None:
-    keys, values, queries = (randn(1, heads, 20, 16) for heads in (2, 2, 4))
-    pages = [torch.zeros(3, 2, 16, 16, device=runtime.DEVICE) for _ in range(2)]
-    table, lengths = _integers([2, 0]), _integers(0)
-    for i in range(0, 20, 4):
-        kb.append_to_pages(keys[:, :, i : i + 4], values[:, :, i : i + 4], pages[0], pages[1], table, lengths)
-        lengths += 4
-        out = kb.paged_attention(queries[:, :, i : i + 4], pages[0], pages[1], table, lengths)
-        exact = kb.flash_attention(queries[:, :, i : i + 4], keys[:, :, : i + 4], values[:, :, : i + 4], causal=True)
-        torch.testing.assert_close(out, exact)
-
-
 @pytest.mark.parametrize("window", (None, 30))
 def test_a_cache_that_grows_keeps_its_kernel(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """One for each 64 keys that there is room for, and one from where the window holds all keys."""

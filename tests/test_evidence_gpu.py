@@ -9,7 +9,7 @@ import kernelbook as kb
 # isort: split
 import pytest
 import torch
-from tensors import guarded_memory, randn
+from tensors import guarded_memory, packed, randn
 
 from kernelbook import check, memory, runtime
 from kernelbook.attention import flash_attention_reference
@@ -78,14 +78,6 @@ def test_attention_on_hopper(problem: tuple[int, ...], dtype: torch.dtype) -> No
     )
 
 
-def _packed(kind: str, *shape: int) -> kb.NF4Tensor:
-    if kind in ("mxfp4", "nvfp4"):
-        return kb.fp4_quantize(_given(*shape, dtype=torch.float32), format=kind)
-    return kb.nf4_quantize(
-        _given(*shape, dtype=torch.float32), block_size=int(kind.split()[0]), double_quant="double" in kind
-    )
-
-
 @pytest.mark.parametrize(
     ("kind", "shape"),
     (
@@ -106,7 +98,7 @@ def test_packed_matrix(m: int, kind: str, shape: tuple[int, ...], monkeypatch: p
         monkeypatch.setattr(nf4_kernels, name, 0)
     if m not in (1, 8) and kind != "64" and m != (13 if "128" in kind else 40):
         pytest.skip("once is enough")
-    q, last = _packed(kind, *shape), shape[0] - 1
+    q, last = packed(kind, *shape), shape[0] - 1
     w = kb.nf4_dequantize(q, dtype=torch.float32)[last]
     _check(
         lambda x: kb.nf4_matmul(x, q, torch.tensor([last], device=x.device) if m % 2 else last),
@@ -147,7 +139,7 @@ def test_packed_experts(problem: tuple[Any, ...], dtype: torch.dtype) -> None:
     experts = 5
     ids = torch.rand(tokens, experts).argsort(1)[:, :2]
     ids = ids.masked_fill(torch.rand(ids.shape) < 0.15, experts).to(runtime.DEVICE)
-    q = _packed(kind, experts, n, k)
+    q = packed(kind, experts, n, k)
     w = kb.nf4_dequantize(q, dtype=torch.float32).transpose(1, 2)
     inputs = {"x": _given(tokens, k, dtype=dtype)}
     if rank:
@@ -171,7 +163,7 @@ def test_packed_experts_in_sorted_order(tokens: int, grouped_in: bool) -> None:
     experts, n, k = 5, 208, 320
     ids = torch.rand(tokens, experts).argsort(1)[:, :2].masked_fill(torch.rand(tokens, 2) < 0.15, experts)
     ids = ids.to(runtime.DEVICE)
-    q = _packed("64", experts, n, k)
+    q = packed("64", experts, n, k)
     w = kb.nf4_dequantize(q, dtype=torch.float32).transpose(1, 2)
     how = {"grouped_in": grouped_in, "grouped_out": not grouped_in}
     _check(

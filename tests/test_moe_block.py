@@ -112,12 +112,6 @@ def test_dense(dtype: torch.dtype, lora: bool) -> None:
     )
 
 
-@pytest.mark.parametrize(("tokens", "experts", "slots"), ((1, 1, 1), (1, 7, 3), (17, 3, 3)))
-def test_shapes(tokens: int, experts: int, slots: int) -> None:
-    inputs, ids = _inputs(tokens, experts, 17, 11, slots, 1)
-    check.check_op(_call(ids), lambda **given: reference(**given, ids=ids), inputs, grads=tuple(inputs))
-
-
 @pytest.mark.parametrize("kind", ("dense", "nf4"))
 def test_no_tokens(kind: str) -> None:
     inputs, ids = _inputs(0)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensors import guarded_memory, label, randn, refused
+from tensors import guarded_memory, label, packed, randn, refused
 
 import kernelbook as kb
 from kernelbook import arguments, check, runtime
@@ -15,7 +15,7 @@ from kernelbook.lab.compiled import compile_calls
 from kernelbook.moe_lora import kernels, moe_lora_reference, route_reference, scatter2scatter_reference
 from kernelbook.moe_lora.routing import tiles_of_height
 from kernelbook.nf4 import kernels as nf4_kernels
-from kernelbook.study.moe_lora import lora_gradients, moe_lora_recomputed, shrink_products
+from kernelbook.study.moe_lora import lora_gradients, shrink_products
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LORA = ("lora_a", "lora_b")
@@ -244,18 +244,7 @@ def test_without_a_pair(grouped_in: bool, gates: torch.dtype | None) -> None:
     ids = _experts(20, 5, 2, 0.1)
     inputs = _inputs(ids, 5, 40, 33, 4, torch.float32, grouped_in=grouped_in, with_bias=True, gates=gates)
     del inputs["lora_a"], inputs["lora_b"]
-    routing = kb.route(ids, 5)
-
-    def ours(**given: Any) -> torch.Tensor:
-        return kb.moe_lora(lora_a=None, lora_b=None, routing=routing, grouped_in=grouped_in, **given)
-
-    def reference(**given: Any) -> torch.Tensor:
-        return moe_lora_reference(lora_a=None, lora_b=None, expert_ids=ids, grouped_in=grouped_in, **given)
-
-    check.check_op(ours, reference, inputs, grads=tuple(inputs))
-    if gates is None:
-        del inputs["bias"]
-        assert torch.equal(ours(**inputs), kb.scatter2scatter(**inputs, routing=routing, grouped_in=grouped_in))
+    _check(inputs, ids, grouped_in=grouped_in, lora_a=None, lora_b=None)
 
 
 @pytest.mark.parametrize("strategy", ("fused", "split"))
@@ -323,19 +312,6 @@ def test_gradients_of_the_factors_in_both_ways(dtype: torch.dtype) -> None:
         check.check_op(ours, exact, inputs, forward_factor=check.GRADIENT_FACTOR)
 
 
-def test_recomputing_gives_the_same() -> None:
-    ids = _experts(20, 5, 2, 0.1)
-    inputs = _inputs(ids, 5, 24, 40, 4, torch.float16)
-    ours = functools.partial(moe_lora_recomputed, routing=kb.route(ids, 5), scaling=0.5)
-    reference = functools.partial(moe_lora_reference, expert_ids=ids, scaling=0.5)
-    check.check_op(ours, reference, inputs, grads=tuple(inputs))
-    check.check_op(
-        lambda **t: ours(**{**inputs, **t}), lambda **t: reference(**{**inputs, **t}), inputs, grads=("lora_b",)
-    )
-    with pytest.raises(ValueError, match=r"moe_lora_recomputed: lora_b must have shape \(5, 40, 4\), got \(5, 39, 4\)"):
-        ours(**{**inputs, "lora_b": inputs["lora_b"][:, 1:]})
-
-
 # --- packed experts -------------------------------------------------------------------------------------------------
 
 
@@ -377,12 +353,6 @@ HOPPER = pytest.mark.skipif(
 )
 
 
-def _packed_tensor(kind: str, *shape: int) -> kb.NF4Tensor:
-    if kind in ("mxfp4", "nvfp4"):
-        return kb.fp4_quantize(randn(*shape), format=kind)
-    return kb.nf4_quantize(randn(*shape), block_size=int(kind.split()[0]), double_quant="double" in kind)
-
-
 @pytest.mark.gpu
 @HOPPER
 @pytest.mark.parametrize("kind", ("64", "64 double", "mxfp4"))
@@ -391,7 +361,7 @@ def test_packed_experts_of_few_rows_bit_for_bit(kind: str, monkeypatch: pytest.M
     for name in ("PACKED_ELEMENTS", "SOME_ELEMENTS"):  # from which nf4_matmul takes these kernels
         monkeypatch.setattr(nf4_kernels, name, 0)
     experts, n, k = 3, 72, 128
-    q = _packed_tensor(kind, experts, n, k)
+    q = packed(kind, experts, n, k)
     for dtype in (torch.bfloat16, torch.float16):
         rounded = dataclasses.replace(q, code=q.code.to(dtype).float())
         expected = kb.nf4_dequantize(rounded, dtype=dtype)
