@@ -1,7 +1,12 @@
-"""What the tests of the rooms share: random tensors, tensors whose rows lie far apart, calls with a wrong argument."""
+"""What the tests of the rooms share: random tensors, rows that lie far apart, calls with a wrong argument, other processes."""
 
 import contextlib
+import os
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,6 +57,16 @@ def refused(function: Callable[..., object], given: dict[str, Any], changes: dic
     changes = {name: v() if callable(v) else v for name, v in changes.items()}
     with pytest.raises((TypeError, ValueError), match=message):
         function(**given | changes)
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Another process with the package, in which no GPU is seen: the same outcome on every machine."""
+    inherited = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "PYTHONPATH": str(Path(kb.__file__).parents[1])}
+    code = textwrap.dedent(code)
+    return subprocess.run(
+        [sys.executable, "-c", code], env=inherited | hidden | environment, capture_output=True, text=True, check=False
+    )
 
 
 def guarded_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:

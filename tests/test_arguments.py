@@ -2,15 +2,13 @@
 
 import contextlib
 import functools
-import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from tensors import python
 
 import kernelbook
 from kernelbook import arguments, runtime
@@ -92,7 +90,7 @@ def test_both_switches_for_tf32_are_read(switch: str) -> None:
         f"matmul.{switch} = {off}\n"
         "assert tensors.precision(torch.float32) == 'ieee'\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], env=os.environ, capture_output=True, text=True, check=False)
+    done = python(script)
     assert done.returncode == 0, done.stderr
 
 

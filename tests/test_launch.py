@@ -3,16 +3,11 @@
 import functools
 import itertools
 import math
-import os
-import subprocess
-import sys
-import textwrap
 import types
 import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -21,6 +16,7 @@ import torch
 import triton
 from hypothesis import given
 from hypothesis import strategies as st
+from tensors import python
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.errors import OutOfResources
@@ -327,11 +323,7 @@ def test_with_another_version_kernels_go_plain_ways_and_warn_once() -> None:
         assert all(options["enable_fp_fusion"] for _, options in launched)
         assert not kb.launch._CALLS_COMPILED
     """
-    environment = {**os.environ, "PYTHONPATH": str(Path(launch.__file__).parents[1]), "CUDA_VISIBLE_DEVICES": ""}
-    environment["TRITON_INTERPRET"] = "1"
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], env=environment, capture_output=True, text=True, check=False
-    )
+    done = python(code, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stderr
 
 
@@ -465,13 +457,5 @@ def test_a_room_that_is_reloaded_declares_its_operators_anew() -> None:
         assert all(map(torch.equal, before, after))
         print("fine")
     """
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(Path(launch.__file__).parents[1]),
-        "CUDA_VISIBLE_DEVICES": "",
-        "TRITON_INTERPRET": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], env=environment, capture_output=True, text=True, check=False
-    )
+    done = python(code, TRITON_INTERPRET="1")
     assert done.stdout.strip() == "fine", done.stderr

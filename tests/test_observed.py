@@ -1,15 +1,12 @@
 """Calls of public functions where somebody observes: compilers, modes, traces, profilers, graphs of the GPU."""
 
 import functools
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from tensors import compiled_graphs
+from tensors import compiled_graphs, python
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
@@ -71,9 +68,7 @@ print("torch._dynamo" in sys.modules)
 
 
 def test_a_first_call_does_not_import_the_compiler() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", FIRST_CALL], env=os.environ, capture_output=True, text=True, check=False
-    )
+    done = python(FIRST_CALL)
     assert done.stdout.split() == ["False"], done.stderr
 
 
