@@ -14,7 +14,6 @@ import torch
 
 import kernelbook as kb
 from kernelbook import memory, runtime
-from kernelbook.launch import Launch
 
 
 def label(value: Any) -> str:
@@ -98,15 +97,6 @@ def guarded_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
 
 # For tests that count launches or ask which products go to cuBLAS: without tensor cores all those of 16 bits do.
 with_tensor_cores = pytest.mark.skipif("not runtime.properties().has_tensor_cores", reason="cuBLAS multiplies there")
-
-
-def launches(call: Callable[[], object]) -> int:
-    """How many kernels of ours ``call`` launches."""
-    grids, launch = [], Launch.__call__
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Launch, "__call__", lambda self, grid, *args: (grids.append(grid), launch(self, grid, *args)))
-        call()
-    return len(grids)
 
 
 @contextlib.contextmanager

@@ -137,8 +137,7 @@ def test_looped_rows_of_layer_norm(parts: tuple[str, ...], n: int) -> None:
 @pytest.mark.usefixtures("_looped")
 def test_looped_rows_of_rms_norm(residual: bool, n: int) -> None:
     inputs = {"x": randn(2 * ROWS, n + 3)[::2, 1:-2], "weight": randn(n)}
-    if residual:
-        inputs["residual"] = randn(ROWS, n + 7)[:, 4:-3]
+    inputs |= {"residual": randn(ROWS, n + 7)[:, 4:-3]} if residual else {}
     check.check_op(kb.rms_norm, rms_norm_reference, inputs, grads=tuple(inputs))
 
 

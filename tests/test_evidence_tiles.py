@@ -115,48 +115,6 @@ def test_chunks_out_of_range_in_boxes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(*(kb.sparse_dx(dy, w, active_chunks=listed, chunk_size=64) for listed in (ids, kept)))
 
 
-# --- scatter_ffn ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("gated", (False, True))
-@pytest.mark.parametrize("shares", (1, 4))
-@pytest.mark.parametrize("way", ("vector", "tiles"))
-def test_scatter_ffn(way: str, shares: int, gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    m = 3 if way == "vector" else 21
-    if way == "vector":
-        up = ffn_kernels._vector_up(m, 2, 16, 1), 1
-        down = ffn_kernels._vector_down(m, 4, 16, 2, 1), shares
-    else:
-        blocks = {"BLOCK_M": 16, "BLOCK_L": 16, "BLOCK_K": 16, "SHARES": shares, "GROUP": 2, "STAGES": 1}
-        up = triton.Config(blocks, num_warps=4), 2
-        blocks = {"BLOCK_M": 16, "BLOCK_L": 16, "BLOCK_C": 16, "GROUP": 2, "STAGES": 1, "LISTED": 16, "AHEAD": 0}
-        down = triton.Config(blocks, num_warps=4), 2
-    plan = ffn_kernels.Plan(way, *up, *down)
-    monkeypatch.setattr(ffn_kernels, "plan", lambda *_: plan)
-    inputs = {
-        "x": randn(m, 72 + 16 * shares), "w_up": randn(90, 72 + 16 * shares) / 10, "w_down": randn(90, 40) / 7,
-        "b_up": randn(90), "b_down": randn(40),
-    }  # fmt: skip
-    inputs |= {"w_gate": randn(90, 72 + 16 * shares) / 10, "b_gate": randn(90)} if gated else {}
-    dtype = torch.float32 if way == "vector" else torch.float16
-    inputs = {name: t.to(dtype) for name, t in inputs.items()}
-    given = {"neurons": torch.randperm(90, device=runtime.DEVICE)[:53], "activation": "silu"}
-    unlisted = ~torch.isin(torch.arange(90, device=runtime.DEVICE), given["neurons"])
-    for name in {"w_up", "w_gate", "w_down", "b_up", "b_gate"} & inputs.keys():
-        inputs[name][unlisted] = float("nan")  # nobody has to look there
-    check.check_op(
-        functools.partial(kb.scatter_ffn, **given), functools.partial(scatter_ffn_reference, **given), inputs
-    )
-    if not gated:
-        rows = given["neurons"]
-        for bias in (None, inputs["b_up"]):
-            check.check_op(
-                lambda x, w, bias=bias: kb.gather_matmul(x, w, rows, bias=bias),
-                lambda x, w, bias=bias: F.linear(x, w[rows], None if bias is None else bias[rows].to(x.dtype)),
-                {"x": inputs["x"], "w": inputs["w_up"]},
-            )
-
-
 # --- attention ------------------------------------------------------------------------------------------------------
 
 

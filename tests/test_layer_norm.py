@@ -54,14 +54,6 @@ def test_rows_beyond_one_tile(n: int) -> None:
     _check(*(randn(*shape, dtype=torch.bfloat16) for shape in ((3, n), (n,), (n,))))
 
 
-@pytest.mark.parametrize("with_weight", (True, False))
-@pytest.mark.parametrize("with_bias", (True, False))
-@pytest.mark.parametrize("norm", NORMS)
-def test_weight_and_bias_are_optional(with_weight: bool, with_bias: bool, norm: Any) -> None:
-    x = randn(5, 33)
-    _check(x, randn(33) if with_weight else None, randn(33) if with_bias else None, norm)
-
-
 def test_a_large_mean_does_not_cancel() -> None:
     x = randn(4, 500) + 1000.0
     check.compare("out", kb.layer_norm(x), _reference(x.double()), _torch(x)).require()
