@@ -95,7 +95,7 @@ def guarded_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
     return lambda: bool(guards) and all(bool((guard == 7).all()) for guard in guards)
 
 
-# For tests that count launches or ask which products go to cuBLAS: without tensor cores all those of 16 bits do.
+# For tests that ask which products go to cuBLAS: without tensor cores all those of 16 bits do.
 with_tensor_cores = pytest.mark.skipif("not runtime.properties().has_tensor_cores", reason="cuBLAS multiplies there")
 
 

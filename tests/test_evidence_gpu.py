@@ -12,9 +12,7 @@ import torch
 from tensors import guarded_memory, packed, randn
 
 from kernelbook import check, memory, runtime
-from kernelbook.attention import flash_attention_reference
 from kernelbook.moe_lora import moe_lora_reference, scatter2scatter_reference
-from kernelbook.nf4 import kernels as nf4_kernels
 
 pytestmark = pytest.mark.gpu
 BF16, F16 = torch.bfloat16, torch.float16
@@ -44,69 +42,6 @@ def _check(
     found = _run(ours, inputs, grads)
     for _ in range(times):
         assert all(torch.equal(a, b) for a, b in zip(_run(ours, inputs, grads), found, strict=True))
-
-
-# (batch, heads, heads of keys, queries, keys, features): few blocks; more programs than multiprocessors, which stay for
-# several blocks or take them in pairs, and are members of a group; the tiles of long sequences.
-ATTENTION = (
-    (2, 4, 2, 300, 300, 128, False),
-    (2, 4, 2, 300, 300, 128, True),
-    (1, 2, 2, 200, 333, 128, True),
-    (2, 4, 2, 333, 200, 128, True),
-    (1, 4, 1, 300, 300, 256, True),
-    (2, 4, 2, 300, 300, 64, False),
-    (1, 4, 2, 1100, 1100, 64, True),
-    (1, 3, 1, 2100, 2200, 64, False),
-    (16, 4, 2, 1000, 1000, 128, False),
-    (33, 4, 2, 600, 600, 256, True),
-    (2, 4, 2, 300, 300, 100, True),
-)
-
-
-@pytest.mark.parametrize("dtype", (BF16, F16), ids=("bf16", "f16"))
-@pytest.mark.parametrize("problem", ATTENTION, ids=lambda p: "-".join(map(str, p)))
-def test_attention_on_hopper(problem: tuple[int, ...], dtype: torch.dtype) -> None:
-    b, h, h_kv, n, s, d, causal = problem
-    if dtype == F16 and not (b == 2 and n == s and causal):
-        pytest.skip("once is enough")
-    inputs = {"q": _given(b, h, n, d, dtype=dtype)} | {x: _given(b, h_kv, s, d, dtype=dtype) for x in ("k", "v")}
-    _check(
-        functools.partial(kb.flash_attention, causal=bool(causal)),
-        functools.partial(flash_attention_reference, causal=bool(causal)),
-        inputs,
-        ("q", "k", "v"),
-    )
-
-
-@pytest.mark.parametrize(
-    ("kind", "shape"),
-    (
-        ("64", (2, 200, 256)),
-        ("64 double", (2, 200, 256)),
-        ("64", (1, 1024, 4096)),
-        ("128 double", (2, 5000, 448)),
-        ("4096 double", (2, 72, 1088)),
-        ("32", (2, 200, 320)),
-        ("nvfp4", (2, 200, 320)),
-    ),
-    ids=str,
-)
-@pytest.mark.parametrize("m", (1, 3, 8, 13, 40))
-def test_packed_matrix(m: int, kind: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the kernels of large matrices: few rows, and more than they take."""
-    for name in ("PACKED_ELEMENTS", "SOME_ELEMENTS"):
-        monkeypatch.setattr(nf4_kernels, name, 0)
-    if m not in (1, 8) and kind != "64" and m != (13 if "128" in kind else 40):
-        pytest.skip("once is enough")
-    q, last = packed(kind, *shape), shape[0] - 1
-    w = kb.nf4_dequantize(q, dtype=torch.float32)[last]
-    _check(
-        lambda x: kb.nf4_matmul(x, q, torch.tensor([last], device=x.device) if m % 2 else last),
-        lambda x: x @ w.to(x.dtype).t(),
-        {"x": _given(m, shape[2])},
-    )
-    nobody = torch.tensor([99 if m > 1 else -1], device=w.device)
-    assert (kb.nf4_matmul(_given(m, shape[2]), q, nobody) == 0).all()
 
 
 # kind, tokens, N, K, rank, whether there are a bias, gates, a gradient of x; few rows a matrix, and each height of tiles.
