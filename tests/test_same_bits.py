@@ -24,7 +24,7 @@ from kernelbook.attention import kernels_same_bits
 from kernelbook.launch import AutotunedLaunch, launcher
 from kernelbook.layer_norm import kernels as layer_norm
 from kernelbook.nn import LoRAPair, SameBitsLinear, gated_experts, linear, swap
-from kernelbook.study import layer_norm_with_locks
+from kernelbook.study import layer_norm_with_locks, scatter_ffn_with_atomics
 
 Rows = Callable[[torch.Tensor], Any]  # from the numbers of rows what becomes of these, a row each
 
@@ -120,15 +120,31 @@ def test_no_rule_looks_at_how_many_rows_there_are(target: str, monkeypatch: pyte
         assert len(kept) == 1
 
 
+def _atomics(x: torch.Tensor) -> torch.Tensor:
+    return scatter_ffn_with_atomics(x, randn(60, 32), randn(60, 20), torch.arange(4, device=x.device))
+
+
+@pytest.mark.parametrize(
+    "function", (layer_norm_with_locks, _atomics), ids=("layer_norm_with_locks", "scatter_ffn_with_atomics")
+)
+def test_sums_of_no_order_are_refused_where_bits_are_promised(function: Rows, request: pytest.FixtureRequest) -> None:
+    name, x = request.node.callspec.id, randn(4, 32)
+    with kb.same_bits(), pytest.raises(ValueError, match=rf"{name}: same_bits\(\) must be off"):
+        function(x)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(RuntimeError, match=f"{name} has no deterministic implementation"):
+            function(x)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_what_cannot_promise_it_says_what_can() -> None:
     x = randn(4, 32)
-    with kb.same_bits():
-        with pytest.raises(ValueError, match=r"layer_norm_with_locks: same_bits\(\) must be off"):
-            layer_norm_with_locks(x)
-        with pytest.raises(Exception, match=r"torch.compile must be off within same_bits\(\)"):
-            torch.compile(
-                lambda x: kb.moe_lora(x, randn(2, 32, 8), None, None, kb.route(torch.zeros_like(x[:, :1]).long(), 2))
-            )(x)
+    with kb.same_bits(), pytest.raises(Exception, match=r"torch.compile must be off within same_bits\(\)"):
+        torch.compile(
+            lambda x: kb.moe_lora(x, randn(2, 32, 8), None, None, kb.route(torch.zeros_like(x[:, :1]).long(), 2))
+        )(x)
     with pytest.raises(ValueError, match=r"weight must have shape \(5, 32\), got \(5, 31\)"), kb.same_bits():
         linear(x, randn(5, 31))
     with pytest.raises(TypeError, match=r"linear: .*dtype"), kb.same_bits():

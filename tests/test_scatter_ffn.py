@@ -541,15 +541,3 @@ def test_with_atomics() -> None:
 def test_with_atomics_bad_input(changes: dict[str, Any], message: str) -> None:
     given = _network(2, 40, 60, 20) | {"neurons": _neurons(60, 4)}
     refused(scatter_ffn_with_atomics, given, changes, f"scatter_ffn_with_atomics: {message}")
-
-
-def test_with_atomics_wants_no_order() -> None:
-    given = {**_network(2, 40, 60, 20), "neurons": _neurons(60, 4)}
-    with kb.same_bits(), pytest.raises(ValueError, match=r"scatter_ffn_with_atomics: same_bits\(\) must be off"):
-        scatter_ffn_with_atomics(**given)
-    torch.use_deterministic_algorithms(True)
-    try:
-        with pytest.raises(RuntimeError, match="scatter_ffn_with_atomics has no deterministic implementation"):
-            scatter_ffn_with_atomics(**given)
-    finally:
-        torch.use_deterministic_algorithms(False)
