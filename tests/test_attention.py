@@ -1,11 +1,10 @@
 """The room attention: every output and gradient by the rule of check.py, and everything around it."""
 
 import contextlib
-import faulthandler
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -461,14 +460,11 @@ def test_lengths_and_windows_of_real_sizes(d: int, causal: bool, lengths: bool, 
 
 
 @pytest.fixture
-def all_gradients_at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Of one kernel wherever there is one, also for few programs; the process ends where one waits for ever."""
+def all_gradients_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one kernel wherever there is one, also for few programs."""
     if launches.HAS_GLUON:
         hopper = pytest.importorskip("kernelbook.attention.kernels_hopper")
         monkeypatch.setattr(hopper, "programs_wait_little", lambda *_: True)
-    faulthandler.dump_traceback_later(600, exit=True)
-    yield
-    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.mark.gpu
@@ -476,7 +472,7 @@ def all_gradients_at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("causal", (False, True))
 @pytest.mark.parametrize("d", (64, 128, 256))
 def test_programs_of_any_length_do_not_wait_for_ever(d: int, causal: bool) -> None:
-    """The Hopper kernels pass tiles between warps through barriers: every count of tiles, once."""
+    """The Hopper kernels pass tiles between warps through barriers: every count of tiles, once. pytest ends what waits for ever."""
     for n in (1, 63, 64, 65, 128, 129, 192, 193, 320, 385, 512, 700, 1025):
         for s in (1, 64, 65, 129, 257, 400, 640, 1100):
             _check(*_qkv(1, 2, 1, n, s, d, dtype=torch.bfloat16), causal)
