@@ -1,11 +1,12 @@
 """What the tests of the rooms share: random tensors, rows that lie far apart, calls with a wrong argument, other processes."""
 
 import contextlib
+import functools
 import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import pytest
 import torch
 
 import kernelbook as kb
-from kernelbook import memory, runtime
+from kernelbook import check, memory, runtime
+from kernelbook.attention import flash_attention_reference
 
 
 def label(value: Any) -> str:
@@ -49,6 +51,16 @@ def packed(kind: str, *shape: int) -> kb.NF4Tensor:
     if kind in ("mxfp4", "nvfp4"):
         return kb.fp4_quantize(randn(*shape), format=kind)
     return kb.nf4_quantize(randn(*shape), block_size=int(kind.split()[0]), double_quant="double" in kind)
+
+
+def check_attention(given: dict[str, Any], inputs: dict[str, torch.Tensor], grads: Sequence[str] | None = None) -> None:
+    """Output of ``flash_attention``, and gradients of these inputs or of all, by the rule of check.py."""
+    check.check_op(
+        functools.partial(kb.flash_attention, **given),
+        functools.partial(flash_attention_reference, **given),
+        inputs,
+        grads=tuple(inputs) if grads is None else grads,
+    )
 
 
 def refused(function: Callable[..., object], given: dict[str, Any], changes: dict[str, Any], message: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tensors import label, randn, refused
+from tensors import check_attention, label, randn, refused
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import kernelbook as kb
@@ -35,17 +35,7 @@ def _qkv(
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float | None = None) -> None:
     given = {"causal": causal, "scale": scale}
     # Of a single key dq and dk are exactly zero, as PyTorch finds; from delta the difference of two rounded sums remains.
-    _hold(given, {"q": q, "k": k, "v": v}, grads=("q", "k", "v") if k.shape[2] != 1 else ("v",))
-
-
-def _hold(given: dict[str, Any], inputs: dict[str, torch.Tensor], grads: tuple[str, ...] | None = None) -> None:
-    """Output and gradients, by default of all inputs, by the rule of check.py."""
-    check.check_op(
-        functools.partial(kb.flash_attention, **given),
-        functools.partial(flash_attention_reference, **given),
-        inputs,
-        grads=tuple(inputs) if grads is None else grads,
-    )
+    check_attention(given, {"q": q, "k": k, "v": v}, grads=("q", "k", "v") if k.shape[2] != 1 else ("v",))
 
 
 # B, H, H_kv, N, S, D: one query, one key, primes, more than one tile, fewer and more queries than keys, shared heads, head
@@ -156,7 +146,7 @@ def test_lengths_and_windows(causal: bool, lengths: tuple[int, ...] | None, wind
             given["lengths"] = torch.tensor(lengths, dtype=torch.int32, device=runtime.DEVICE)
             for b, length in enumerate(lengths):
                 k[b, :, length:], v[b, :, length:] = float("nan"), float("nan")
-        _hold(given, {"q": q, "k": k, "v": v})
+        check_attention(given, {"q": q, "k": k, "v": v})
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -171,7 +161,7 @@ def test_sinks_and_soft_caps(seen: str, with_sinks: bool, softcap: float | None)
         inputs = dict(zip("qkv", _qkv(2, 2, 1, n, 36, 16, dtype=dtype), strict=True))
         if with_sinks:
             inputs["sinks"] = 4 * randn(2, dtype=dtype)
-        _hold(given, inputs)
+        check_attention(given, inputs)
 
 
 @pytest.mark.parametrize("n", (3, 40))
@@ -264,7 +254,7 @@ def test_scores_far_below_zero(n: int) -> None:
     # happens to round a score rather than this.
     q[..., 0], k[..., 0] = 1000, -2
     for causal, lengths in ((False, None), (True, None), (False, torch.tensor([21, 5], device=q.device))):
-        _hold({"causal": causal, "lengths": lengths}, {"q": q, "k": k, "v": v})
+        check_attention({"causal": causal, "lengths": lengths}, {"q": q, "k": k, "v": v})
 
 
 @pytest.mark.parametrize("sign", (1, -1))
@@ -456,7 +446,7 @@ def test_lengths_and_windows_of_real_sizes(d: int, causal: bool, lengths: bool, 
                 k[b, :, length:], v[b, :, length:] = float("nan"), float("nan")
         for how in (op.plain_kernels(), contextlib.nullcontext()):
             with how:
-                _hold(given, {"q": q, "k": k, "v": v})
+                check_attention(given, {"q": q, "k": k, "v": v})
 
 
 @pytest.fixture

@@ -1,12 +1,12 @@
 """Attention for a few queries, from contiguous keys and from pages."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from tensors import label, randn, refused
+from tensors import check_attention, label, randn, refused
 
 import kernelbook as kb
 from kernelbook import arguments, check, runtime
@@ -47,15 +47,6 @@ def _integers(*values: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:
 # --- contiguous keys ------------------------------------------------------------------------------------------------
 
 
-def _hold(given: dict[str, Any], inputs: Sequence[torch.Tensor], grads: tuple[str, ...] = ()) -> None:
-    check.check_op(
-        functools.partial(kb.flash_attention, **given),
-        functools.partial(flash_attention_reference, **given),
-        dict(zip("qkv", inputs, strict=True)),
-        grads=grads,
-    )
-
-
 @pytest.mark.parametrize("splits", (1, 3, 40))
 @pytest.mark.parametrize(
     ("problem", "pieces"),
@@ -70,7 +61,7 @@ def test_however_the_keys_are_split(
     q, k, v = _qkv(*problem, dtype=torch.float16)
     lengths = torch.arange(q.shape[0], device=q.device) * 40
     for settings_of in ({}, {"causal": True}, {"lengths": lengths}, {"causal": True, "lengths": lengths, "window": 19}):
-        _hold(settings_of, (q, k, v))
+        check_attention(settings_of, {"q": q, "k": k, "v": v}, ())
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=label)
@@ -78,7 +69,7 @@ def test_gradients_after_a_split(dtype: torch.dtype, split_into: Callable[..., N
     """The backward pass takes the logarithms of the sums that the merge left."""
     split_into(3)
     given = {"causal": True, "lengths": _integers(60, 2)}
-    _hold(given, _qkv(2, 4, 2, 5, 60, 16, dtype=dtype), grads=("q", "k", "v"))
+    check_attention(given, dict(zip("qkv", _qkv(2, 4, 2, 5, 60, 16, dtype=dtype), strict=True)))
 
 
 @pytest.mark.parametrize("target", sorted(runtime.TARGETS))
@@ -345,7 +336,7 @@ def test_real_sizes(problem: tuple[int, ...], dtype: torch.dtype) -> None:
     q, k, v = _qkv(*problem, dtype=dtype)
     lengths = torch.randint(0, k.shape[2] + 1, (q.shape[0],), device=q.device)
     for settings_of in ({}, {"causal": True}, {"causal": True, "lengths": lengths}, {"causal": True, "window": 130}):
-        _hold(settings_of, (q, k, v), grads=("q", "k", "v"))
+        check_attention(settings_of, {"q": q, "k": k, "v": v})
 
 
 @pytest.mark.gpu

@@ -1,6 +1,5 @@
 """Packed sequences: every output and gradient by the rule of check.py, against each sequence alone, and bit by bit."""
 
-import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -9,10 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensors import label, randn, refused
+from tensors import check_attention, label, randn, refused
 
 import kernelbook as kb
-from kernelbook import check, runtime
+from kernelbook import runtime
 from kernelbook.attention import flash_attention_reference, kernels, kernels_same_bits
 
 Boundaries = tuple[int, ...]
@@ -45,15 +44,6 @@ def _inputs(
 
 def _spans(rows: Sequence[int]) -> list[slice]:
     return [slice(begin, end) for begin, end in itertools.pairwise(rows) if begin < end]
-
-
-def _hold(given: dict[str, Any], inputs: dict[str, torch.Tensor], grads: tuple[str, ...]) -> None:
-    check.check_op(
-        functools.partial(kb.flash_attention, **given),
-        functools.partial(flash_attention_reference, **given),
-        inputs,
-        grads=grads,
-    )
 
 
 @pytest.fixture
@@ -91,7 +81,7 @@ def test_output_and_gradients(packed: tuple[Boundaries, int], how: str) -> None:
         inputs[name][:, :, rows[-1] :] = float("nan")
     if how != "causal":
         inputs["sinks"] = randn(4)
-    _hold(HOW[how] | {"cu_seqlens": _boundaries(*rows)}, inputs, tuple(inputs))
+    check_attention(HOW[how] | {"cu_seqlens": _boundaries(*rows)}, inputs, tuple(inputs))
 
 
 @settings(max_examples=20)
@@ -115,7 +105,7 @@ def test_any_lengths(
     spaced[::step] = rows
     # With a single key dq and dk are exactly zero, see test_attention.py.
     grads = ("q", "k", "v") if max(lengths, default=0) > 1 else ("v",)
-    _hold(HOW[how] | {"cu_seqlens": spaced[::step]}, _inputs(sum(lengths) + behind, *heads, d, dtype), grads)
+    check_attention(HOW[how] | {"cu_seqlens": spaced[::step]}, _inputs(sum(lengths) + behind, *heads, d, dtype), grads)
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -222,7 +212,7 @@ def test_real_sizes(d: int, how: str) -> None:
         inputs = _inputs(3001, 8, 2, d, dtype) | {"sinks": randn(8)}
         for name in "kv":
             inputs[name][:, :, rows[-1] :] = float("nan")
-        _hold(HOW[how] | {"cu_seqlens": _boundaries(*rows)}, inputs, tuple(inputs))
+        check_attention(HOW[how] | {"cu_seqlens": _boundaries(*rows)}, inputs, tuple(inputs))
 
 
 @pytest.mark.gpu

@@ -11,10 +11,10 @@ import kernelbook as kb
 import pytest
 import torch
 import triton
-from tensors import far_apart, guarded_memory, packed, randn
+from tensors import check_attention, far_apart, guarded_memory, packed, randn
 
 from kernelbook import arguments, check, runtime
-from kernelbook.attention import backward, flash_attention_reference
+from kernelbook.attention import backward
 from kernelbook.attention import kernels as attention_kernels
 from kernelbook.attention import kernels_hopper as hopper
 from kernelbook.moe_lora import moe_lora_reference, scatter2scatter_reference
@@ -307,11 +307,6 @@ def test_attention(problem: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) ->
         inputs["q"] *= 40
     if h_kv == 1:  # sinks are joined afterwards
         inputs["sinks"] = 3 * randn(h)
-    check.check_op(
-        functools.partial(kb.flash_attention, causal=causal),
-        functools.partial(flash_attention_reference, causal=causal),
-        inputs,
-        grads=tuple(inputs),
-    )
+    check_attention({"causal": causal}, inputs)
     assert {*launched} == ({"fwd", "bwd"} if at_once else {"fwd", "dkdv", "dq"})
     assert bool(turns) == at_once and not any(t.any() for t in turns), "as the next launch needs them"

@@ -10,14 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 import triton
-from tensors import randn
+from tensors import check_attention, randn
 from triton.runtime import interpreter
 
 from bench.sparse_inference import Predictor
 from kernelbook import arguments, check, runtime
-from kernelbook.attention import flash_attention_reference, paged_attention_reference
 from kernelbook.attention import kernels as attention_kernels
 from kernelbook.attention import kernels_decode as decode_kernels
+from kernelbook.attention import paged_attention_reference
 from kernelbook.interop import rotary
 from kernelbook.moe_lora import kernels as moe_kernels
 from kernelbook.moe_lora import moe_lora_reference
@@ -124,12 +124,8 @@ def test_attention_to_keys_before_the_queries(n: int, s: int, window: int, monke
     small = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_D": attention_kernels.block_d(24)}
     monkeypatch.setattr(attention_kernels, "config", lambda *_: triton.Config(small, num_warps=4, num_stages=1))
     monkeypatch.setattr(attention_kernels, "section", lambda *_: 2)
-    given = {"causal": True, "window": window}
-    check.check_op(
-        functools.partial(kb.flash_attention, **given),
-        functools.partial(flash_attention_reference, **given),
-        {"q": randn(1, 2, n, 24), "k": randn(1, 1, s, 24), "v": randn(1, 1, s, 24)},
-        grads=("q", "k", "v"),
+    check_attention(
+        {"causal": True, "window": window}, {"q": randn(1, 2, n, 24), "k": randn(1, 1, s, 24), "v": randn(1, 1, s, 24)}
     )
 
 
@@ -147,12 +143,7 @@ def test_decoding(n: int, height: int, splits: int, pieces: int, late: bool, mon
     lengths = torch.tensor([90, 37, 0], device=q.device)
     for window in (None, 20):
         k, v = (randn(b, h_kv, s, 64).half() for _ in range(2))
-        given = {"causal": True, "lengths": lengths, "window": window}
-        check.check_op(
-            functools.partial(kb.flash_attention, **given),
-            functools.partial(flash_attention_reference, **given),
-            {"q": q, "k": k, "v": v},
-        )
+        check_attention({"causal": True, "lengths": lengths, "window": window}, {"q": q, "k": k, "v": v}, ())
     if not late:
         pages = [randn(20, h_kv, page, 64).half() for _ in range(2)]
         table = torch.randperm(20, device=q.device)[:18].view(3, 6)
@@ -190,12 +181,7 @@ def test_decoding_among_nan(
     lengths = torch.tensor([0, 33, 81], device=q.device)
     if listed == 2:
         k, v = (_among_nan(randn(3, 2, 81, 24), 16) for _ in range(2))
-        given = {"causal": True, "lengths": lengths}
-        check.check_op(
-            functools.partial(kb.flash_attention, **given),
-            functools.partial(flash_attention_reference, **given),
-            {"q": q, "k": k, "v": v},
-        )
+        check_attention({"causal": True, "lengths": lengths}, {"q": q, "k": k, "v": v}, ())
     pages = [_among_nan(randn(20, 2, page, 24)) for _ in range(2)]
     table = torch.randperm(20, device=q.device)[: 3 * (96 // page)].view(3, -1)
     table[1, 0], table[2, 0] = 20, -(2**32) + 1
