@@ -20,7 +20,6 @@ __all__ = [
     "POINT",
     "bounded",
     "compared",
-    "counted",
     "middles",
     "share_lines",
     "shares",
@@ -48,11 +47,6 @@ SAME_BY_THE_CLOCK = 0.05  # the host's time has no percentiles: a difference bel
 NEAR = 0.9  # share of the bound from which on nothing has to be explained
 # No function of the package but what one is compared with; no ceiling of an exchange between GPUs is measured.
 NO_BOUND = {"ops": ("read_rows",), "files": ("several_gpus",), "modes": ("first_call",)}
-# The kernels of profile.csv that a function launches by itself: all of them in float16.
-PROFILED = {
-    "_layer_norm_fwd_kernel": ("layer_norm", "forward"),
-    "_flash_attention_fwd_hopper_kernel": ("flash_attention", "forward"),
-}
 
 
 def with_swept(rows: pd.DataFrame) -> pd.Series:
@@ -203,47 +197,3 @@ def middles(found: pd.DataFrame) -> pd.DataFrame:
 
     ranked = found.dropna(subset="share").sort_values("share", kind="stable").groupby(["op", "mode"], sort=False)
     return pd.concat([group.iloc[[len(group) // 2]] for _, group in ranked])
-
-
-def counted(gpu: str) -> pd.DataFrame:
-    """What Nsight Compute counted on ``gpu`` in the longest kernel of a function's call: ``bench/counters.py``.
-
-    A row for each function and mode: ``kernel`` and ``problem``; ``memory``, ``unit`` and ``warps``, per cent of the peak of the
-    memory, of the SM's busiest unit and of the places for warps; ``wait``, why a warp waits most, and ``waits``, its per cent of
-    a warp's time. Where ``counters.csv`` does not name a function, ``profile.csv`` may.
-    """
-    import pandas as pd
-
-    folder, key = record.results_dir() / gpu, ["op", "mode", "kernel", "problem", "date"]
-    tables = [pd.DataFrame(columns=[*key, "metric", "value"])]
-    if (folder / "counters.csv").exists():
-        rows = pd.read_csv(folder / "counters.csv")
-        tables.append(rows.assign(problem=with_swept(rows) + ", " + rows["dtype"]))
-    if (folder / "profile.csv").exists():
-        rows = pd.read_csv(folder / "profile.csv")
-        rows = rows.loc[rows["kernel"].isin(list(PROFILED))]
-        ops, modes = ([PROFILED[kernel][i] for kernel in rows["kernel"]] for i in (0, 1))
-        tables.append(rows.assign(op=ops, mode=modes, problem=rows["problem"] + ", float16"))
-    found = pd.concat([table for table in tables if len(table)] or tables)
-    before, after = "smsp__average_warps_issue_stalled_", "_per_issue_active.ratio"
-    lines = []
-    for names, group in found.groupby(key, sort=False):
-        count = dict(zip(group["metric"], group["value"].astype(float), strict=True))
-        waits = {
-            name.removeprefix(before).removesuffix(after): cycles
-            for name, cycles in count.items()
-            if name.startswith(before)
-        }
-        most = max((name for name in waits if name != "selected"), key=waits.__getitem__)  # that is when a warp issues
-        lines.append(
-            {
-                **dict(zip(key, names, strict=True)),
-                "memory": count["gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed"],
-                "unit": count["sm__throughput.avg.pct_of_peak_sustained_elapsed"],
-                "warps": count["sm__warps_active.avg.pct_of_peak_sustained_active"],
-                "wait": most.replace("_", " "),
-                "waits": 100 * waits[most] / sum(waits.values()),
-            }
-        )
-    columns = [*key, "memory", "unit", "warps", "wait", "waits"]
-    return pd.DataFrame(lines, columns=columns).drop_duplicates(["op", "mode"])
