@@ -287,8 +287,8 @@ def test_a_gpu_too_small_for_some_points_draws_the_others(
     monkeypatch.setattr(timing, "run_cases", run_cases)
     monkeypatch.setattr(record, "sentence", lambda stem, gpu: "")  # what of the record is older a test of tabs shows
     cells = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4).cells
-    [cell] = [cell.source for cell in cells if "timing.run_cases(points" in cell.source]
-    names = {"chapters": chapters, "plots": plots, "record": record, "timing": timing, "bench": bench, "GPU": True}
+    [cell] = [cell.source for cell in cells if "own_rows(chapters.attention_points" in cell.source]
+    names = {"chapters": chapters, "plots": plots, "bench": bench, "GPU": True}
     exec(cell, names)  # noqa: S102  a cell of the book
 
 
