@@ -453,16 +453,16 @@ def _ladders_ceilings(stem: str) -> pd.DataFrame:
 def _ladders(
     rows: pd.DataFrame, only: Mapping[str, Any], among: Collection[str] | None = None
 ) -> list[tuple[str, pd.DataFrame]]:
-    """The ladders among ``rows``, each with what it is a ladder of; ``among``: only these providers, and steps beside peers."""
+    """The ladders among ``rows``, each with what it is a ladder of; ``among``: only these of our steps."""
     for column, value in only.items():
         rows = rows.loc[rows[column] == value]
     if among is not None:
-        rows = rows.loc[rows["provider"].isin(among)]
+        rows = rows.loc[rows["provider"].isin(among) | ~rows["provider"].str.startswith("kernelbook:")]
     named = rows.groupby(["op", "mode", "shape", "dtype"], sort=False)
     ladders = [
         ("{}, {}, {}, {}".format(*map(str, key)).replace("_backward", " + backward"), part) for key, part in named
     ]
-    return [(name, part) for name, part in ladders if part["provider"].str.startswith("kernelbook").any()]
+    return [(name, part) for name, part in ladders if part["provider"].str.startswith("kernelbook:").any()]
 
 
 EARLIER = "These times are of an earlier version of this page's steps"
@@ -524,7 +524,7 @@ def steps(
         stem: the file that :func:`kernelbook.lab.timing.time_steps` wrote, of the GPU that :func:`ladder_gpu` names.
         own: what :func:`kernelbook.lab.timing.time_steps` returned: the reader's times, if any.
         by, peak: see :func:`ladder`; ``by`` for all or by operation.
-        among: the providers that the page has; a file may hold steps that it has no more. ``None`` for all.
+        among: the steps that the page has, as providers; a file may hold others. ``None`` for all.
         only: values of columns that pick some of the ladders.
     """
     text = ""
