@@ -117,13 +117,13 @@ def step_case(
 
 def backward_of(forward: Callable[..., torch.Tensor]) -> Callable[..., tuple[torch.Tensor, ...]]:
     """``backward(dy, *inputs)`` -> the gradients of ``forward(*inputs)`` by its inputs; what went forward at the first call is kept."""
-    kept: list[Any] = []
+    kept: dict[str, Any] = {}
 
     def backward(dy: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if not kept:
             leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
-            kept.extend((forward(*leaves), leaves))
-        return torch.autograd.grad(*kept, dy, retain_graph=True)
+            kept.update(y=forward(*leaves), leaves=leaves)
+        return torch.autograd.grad(kept["y"], kept["leaves"], dy, retain_graph=True)
 
     return backward
 
@@ -195,7 +195,9 @@ def sweep(
         found = {title: rows.query(query) for title, query in panels.items()}
         if any(part.empty for part in found.values()):
             return None
-        figure, axes = plots.new_figure(columns=len(panels), width=max(6.8, 3.0 * len(panels)), height=3.6, share_y=over is not None)
+        figure, axes = plots.new_figure(
+            columns=len(panels), width=max(6.8, 3.0 * len(panels)), height=3.6, share_y=over is not None
+        )
         for ax, (title, part) in zip(axes, found.items(), strict=True):
             mine = own.query(panels[title]) if own is not None and len(own) else None
             if over is None:
