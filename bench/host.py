@@ -71,12 +71,12 @@ def _pairs() -> Iterator[tuple[str, Callable[[], object], Callable[[], object]]]
     for name, (of, sizes, theirs) in PAIRS.items():
         case = CASES[of]
         given = case.of(BF16, **sizes)
-        both = case.function, theirs
-        yield name, *(functools.partial(f, **given) for f in both)
+        yield name, functools.partial(case.function, **given), functools.partial(theirs, **given)
         leaves = {n: given[n].detach().requires_grad_() for n in case.leaves(given)}
         dy = torch.randn_like(theirs(**given))
         args = given | leaves, list(leaves.values()), dy
-        yield f"{name}, forward and backward", *(functools.partial(_step, f, *args) for f in both)
+        step = functools.partial(_step, case.function, *args), functools.partial(_step, theirs, *args)
+        yield f"{name}, forward and backward", *step
 
 
 def _times(call: Callable[[], object], count: int) -> list[float]:

@@ -121,6 +121,7 @@ def compiled(target: str) -> Iterator[tuple[str, dict[str, Any]]]:
     heads = (16, 32, 64, 80, 128, 256) if every else (64, 128)
     wide = {"sm_90": (64, 128), "sm_75": (64, 128, 256)}.get(target, (64,))
     one: dict[str, Any] = {"b": 1, "n": 1024, "s": 1024}
+    more: dict[str, Any]
     apart = lambda t: t.new_empty(*t.shape[:-1], t.shape[-1] + 1)[..., :-1]  # noqa: E731
     for d in heads:
         for more in ({}, {"lie": apart}, {"within": plain_kernels}):
