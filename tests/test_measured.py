@@ -145,58 +145,6 @@ def test_bounded_are_the_package_s_own_calls(monkeypatch: pytest.MonkeyPatch) ->
     assert len(measured.bounded("a-gpu")) == 1 and loaded == ["layer_norm"]
 
 
-def counters(**waits: float) -> dict[str, float]:
-    busy = {
-        "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed": 60.0,
-        "sm__throughput.avg.pct_of_peak_sustained_elapsed": 20.0,
-        "sm__warps_active.avg.pct_of_peak_sustained_active": 40.0,
-    }
-    return busy | {
-        f"smsp__average_warps_issue_stalled_{name}_per_issue_active.ratio": value for name, value in waits.items()
-    }
-
-
-def test_what_was_counted_names_what_a_warp_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record, "results_dir", lambda: tmp_path)
-    assert measured.counted("a-gpu").empty
-    (tmp_path / "a-gpu").mkdir()
-
-    def written(name: str, counts: dict[str, float], **about: object) -> None:
-        rows = pd.DataFrame(
-            [{**about, "metric": metric, "value": value, "date": "2026-11-28"} for metric, value in counts.items()]
-        )
-        rows.to_csv(tmp_path / "a-gpu" / name, index=False)
-
-    profiled = pd.Series({"_layer_norm_fwd_kernel": "M=1", "_layer_norm_bwd_locks_kernel": "M=2"})
-    written(
-        "profile.csv", counters(selected=5.0, long_scoreboard=3.0, barrier=2.0), kernel=profiled.index[0], problem="M=1"
-    )
-    (line,) = measured.counted("a-gpu").to_dict("records")
-    assert (line["op"], line["mode"], line["problem"]) == ("layer_norm", "forward", "M=1, float16")
-    assert (line["wait"], line["waits"], line["memory"], line["unit"], line["warps"]) == (
-        "long scoreboard",
-        30,
-        60,
-        20,
-        40,
-    )
-    written("profile.csv", counters(selected=5.0, barrier=2.0), kernel=profiled.index[1], problem="M=2")
-    assert measured.counted("a-gpu").empty  # the kernel of a variant is none of the function's
-    written("profile.csv", counters(barrier=1.0, selected=1.0), kernel=profiled.index[0], problem="M=1")
-    about = {
-        "op": "layer_norm",
-        "mode": "forward",
-        "dtype": "bfloat16",
-        "shape": "M=3",
-        "x_name": "N",
-        "x": 4,
-        "kernel": "k",
-    }
-    written("counters.csv", counters(selected=1.0, wait=4.0), **about)
-    (line,) = measured.counted("a-gpu").to_dict("records")
-    assert (line["kernel"], line["problem"], line["wait"], line["waits"]) == ("k", "M=3 N=4, bfloat16", "wait", 80)
-
-
 def test_what_is_wrong_is_no_baseline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(record, "results_dir", lambda: tmp_path)
     (tmp_path / "gpu").mkdir()

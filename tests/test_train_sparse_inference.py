@@ -11,7 +11,7 @@ import torch
 from bench import sparse_inference
 from kernelbook import check, runtime
 from kernelbook.lab import record
-from kernelbook.nn import GPT, GPTConfig
+from kernelbook.nn import GPT
 from kernelbook.train import CONFIGS, Trainer, kernels
 from kernelbook.train.capture import Captured
 
@@ -25,13 +25,6 @@ def trained() -> tuple[GPT, Any]:
     trainer = Trainer(CONFIG, progress=False)
     trainer.run()
     return trainer.model.requires_grad_(False).eval(), trainer.data
-
-
-def test_an_activation_that_is_none_is_told() -> None:
-    with pytest.raises(ValueError, match="GPTConfig: activation must be one of 'gelu', 'relu', got 'silu'"):
-        GPTConfig(50, activation="silu")
-    with pytest.raises(ValueError, match="TrainConfig: activation must be one of"):
-        dataclasses.replace(CONFIG, activation="silu")
 
 
 def test_a_predictor_learns_what_will_be_positive(trained: tuple[GPT, Any]) -> None:

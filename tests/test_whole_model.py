@@ -86,8 +86,6 @@ def test_arithmetic_grows_as_it_must() -> None:
     less = sizes.training_gflop(1, 2048, 16, checkpoint=False)
     assert 1.4 * less < sizes.training_gflop(1, 2048, 16, checkpoint=True) < 1.6 * less
     assert sizes.kept_gb(1, 2048, checkpoint=True) < 0.1 * sizes.kept_gb(1, 2048, checkpoint=False)
-    assert sizes.bound_ms(4.0, 1.0, 4000.0, 700.0) == pytest.approx(1.0)
-    assert sizes.bound_ms(0.0, 1400.0, 4000.0, 700.0) == pytest.approx(2.0)
     with torch.device("meta"):
         model = bench._add_lora(tiny_model_on_meta(), 2)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
