@@ -1,6 +1,7 @@
 """What is measured: the list of benches, and the command that measures them case by case."""
 
 import dataclasses
+import importlib
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -271,6 +272,65 @@ def test_rows_of_several_folders_are_put_together(tmp_path: Path) -> None:
     assert pd.read_csv(folder / "nf4.csv", dtype=str)[["x", "ms"]].to_numpy().tolist() == [["1", "new"], ["2", "new"]]
     assert pd.read_csv(folder / "layer_norm_barrier.csv")["wrong"].tolist() == [2]
     assert pd.read_json(folder / "same_loss_curves.jsonl", lines=True)["validation_loss"].tolist() == [[2]]
+
+
+# --- the rooms' problems --------------------------------------------------------------------------------------------
+
+
+def _problems(room: str) -> Iterator[timing.Problem]:
+    """What each builder of a room makes, at a size for the interpreter; on a GPU peers take 16 bits only."""
+    module: Any = importlib.import_module(f"bench.{room}")
+    dtype = torch.float16 if runtime.INTERPRET else torch.bfloat16
+    if room == "attention":
+        for mode in ("forward", "backward", "forward_backward"):
+            yield module._problem(mode, 1, 4, 2, 24, 24, 16, True, dtype, False)
+        for mode in ("forward", "backward"):
+            yield module._packed_problem(mode, 2, 16, (7, 1, 9), dtype)
+        yield module._problem("forward", 2, 4, 2, 1, 128, 32, False, dtype, False)
+        yield module._paged_problem(2, 4, 2, 3, 128, 32, 16, dtype)
+    elif room == "layer_norm":
+        for name, mode in module.COUNTS:
+            for residual in (False, True)[: 1 + (name == "rms_norm")]:
+                yield module._problem(name, mode, 9, 24, dtype, False, residual)
+    elif room == "moe_lora":
+        shape = module.Shape(4, 64, 64, 2, tokens=9, rank=8)
+        yield from (build(shape, dtype) for build, _ in module.FAMILIES.values())
+        for name, mode in (
+            ("scatter2scatter", "forward"),
+            ("moe_lora", "forward_backward"),
+            ("moe_lora_dx", "backward"),
+        ):
+            yield module.FAMILIES[name, mode][0](dataclasses.replace(shape, grouped=True), dtype)
+    elif room == "nf4":
+        yield from (module._format_problem(format, (16, 256), 3) for format in module.BITS)
+        for double_quant in (False, True):
+            yield module._problem((4, 64, 256), 2, 64, double_quant)
+            yield module._matmul_problem((2, 16, 256), 3, 64, double_quant)
+        yield module._read_problem(8192)
+    elif room == "scatter_ffn":
+        for shape in (module.Shape(32, 64, False, "relu"), module.Shape(32, 64, True, "silu")):
+            yield from (build(shape, 3, 0.3) for build in (module._forward, module._step, module._gather, module._read))
+    elif room == "sparse_linear":
+        yield from (module._backward(20, 32, 256, 0.5, dtype, wanted) for wanted in ("all", "dw", "dx"))
+        yield from (build(20, 32, 256, 0.5, dtype) for build in (module._forward, module._step))
+    else:
+        for mode in ("forward", "forward_backward"):
+            yield module._problem(mode, 3, (12, 64, 64, 2), module.ZIPF)
+
+
+@pytest.mark.parametrize("room", registry.CASE_BY_CASE)
+def test_every_call_of_a_room_is_right_at_a_small_size(room: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And so is what it is compared with, where that runs here."""
+    if room == "moe_block":
+        pytest.importorskip("transformers", minversion="5")
+        pytest.importorskip("peft")
+    if runtime.INTERPRET:  # peers' kernels are for GPUs
+        monkeypatch.setattr(registry.baselines, "has", lambda module: False)
+    for problem in _problems(room):
+        ratios = timing.error_ratios(problem)
+        assert set(ratios) == set(problem.providers) and all(ratio < record.WRONG for ratio in ratios.values())
+    for call in registry.bench(room).host_calls().values():
+        call()
 
 
 # --- chapters -------------------------------------------------------------------------------------------------------
