@@ -21,14 +21,7 @@ from kernelbook.moe_lora.reference import (
 )
 from kernelbook.packed import NF4, NF4Tensor
 
-__all__ = [
-    "BENCH",
-    "MODELS",
-    "Shape",
-    "cases",
-    "host_calls",
-    "projections",
-]
+__all__ = ["BENCH", "MODELS", "Shape", "cases", "projections"]
 
 # Experts, hidden size, intermediate size, experts a token (from the models' published configurations).
 MODELS = {
