@@ -105,9 +105,7 @@ ONE_TOKEN = ("decode", "generate")
 SAME_BITS = "kernelbook:same_bits"
 EXPERTS = {"grouped_mm": "grouped_mm", "batched_mm": "batched_mm", "bitsandbytes": "grouped_mm"}
 OFFLOADED = "kernelbook:offloaded"
-KINDS = {"grouped_mm": "dense", "batched_mm": "dense", "torch": "dense", "kernelbook:dense": "dense"} | {
-    OFFLOADED: "offloaded"
-}
+KINDS = dict.fromkeys(("grouped_mm", "batched_mm", "torch", "kernelbook:dense"), "dense") | {OFFLOADED: "offloaded"}
 
 
 # --- building -------------------------------------------------------------------------------------------------------
