@@ -47,8 +47,8 @@ def _raises(*args: Any, **kwargs: Any) -> torch.Tensor:
 def test_doctor_fails_when_a_kernel_is_broken(
     broken: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one = dataclasses.replace(next(doctor._checks()), ours=broken)
-    monkeypatch.setattr(doctor, "_checks", lambda: iter([one]))
+    one = dataclasses.replace(doctor._cases()["layer_norm"], function=broken)
+    monkeypatch.setattr(doctor, "_cases", lambda: {"layer_norm": one})
     assert cli.main(["doctor"]) == 1
     assert "FAILED" in capsys.readouterr().out
 

@@ -36,6 +36,7 @@ DOORS = {
         },
         "outside": {"torch", "triton"},
     },
+    "cases.py": {"kernelbook": {"runtime", "check", "cases", "packed"}, "outside": {"torch"}},
     "__init__.py": {"kernelbook": set(), "outside": set()},
 }
 # A room may have further kernels, for one generation of GPUs or for one kind of call, behind the door of kernels.py, and more
@@ -61,6 +62,7 @@ OWN_MODULES = {
         *("kernels", "kernels_decode", "kernels_same_bits", "launches", "backward", "routing", "grouped"),
     },
     "pages.py": {"kernels", "kernels_decode", "launches", "op"},
+    "cases.py": {"op", "pages", "routing", "reference"},
     "__init__.py": {"op", "lora", "pages", "reference", "kernels"},
 }
 
@@ -140,6 +142,12 @@ def test_a_forbidden_import_is_found(path: str, line: str) -> None:
     assert broken_rules(path, line)
 
 
+def test_nothing_imports_tests_but_tests() -> None:
+    tests = {"tests", *(path.stem for path in (ROOT / "tests").glob("*.py"))}
+    for path in [*SRC.rglob("*.py"), *(ROOT / "bench").rglob("*.py"), *(ROOT / "tools").rglob("*.py")]:
+        assert not tests & {name.split(".")[0] for name in imports(path.read_text())}, path
+
+
 def circle(sources: Mapping[str, str]) -> list[str]:
     """A circle in which modules import each other, also within functions; by name their sources. Nothing where there is none."""
     graph: dict[str, set[str]] = {}
@@ -193,7 +201,7 @@ def test_what_every_operator_needs_stands_in_the_spine_alone() -> None:
     assert found == [("reference.py", "autograd.Function")]
 
 
-def test_rooms_have_four_doors_and_one_stem() -> None:
+def test_rooms_have_five_doors_and_one_stem() -> None:
     chapters = (ROOT / "_toc.yml").read_text()
     assert {path.parent.name for path in SRC.glob("*/reference.py")} == set(ROOMS)
     for room in ROOMS:

@@ -79,7 +79,8 @@ assert kb.__file__.startswith({str(built["unpacked"])!r}), kb.__file__
 x = torch.randn(3, 8, device=kb.runtime.DEVICE)
 torch.testing.assert_close(kb.layer_norm(x), torch.nn.functional.layer_norm(x, (8,)))
 from kernelbook.lab import cli, doctor
-doctor._expert_checks = lambda: iter(())  # the others are enough
+one = {{"layer_norm": doctor._cases()["layer_norm"]}}
+doctor._cases = lambda: one  # it is enough
 assert cli.main(["doctor"]) == 0
 assert cli.main(["train", "--out", {str(tmp_path / "run")!r}]) == 2
 sys.argv = ["kernelbook", "profile"]

@@ -70,7 +70,7 @@ def test_what_the_cell_installs_keeps_the_machines_torch(
     assert package == ["--no-deps", str(ROOT)]
     assert others[:2] == ["torch==2.10.0+cu126", "triton==3.5.0"]
     names = {re.split("[<>=;]", line)[0] for line in others[2:]}
-    assert {"transformers", "peft", "tabulate", "tiktoken"} <= names and not names & {"torch", "triton", "kernelbook"}
+    assert {"transformers", "peft", "tabulate", "tokenizers"} <= names and not names & {"torch", "triton", "kernelbook"}
     assert "This machine has PyTorch 2.10.0+cu126; kernelbook was tried with 2.11 and newer" in capsys.readouterr().out
     assert not tool.older("2.11.0") and not tool.older("3.0.1+cu130") and tool.older("2.9.1")
 
