@@ -408,7 +408,7 @@ def _report(
     row = reports.get(key)
     if row is None or asm:
         return dataclasses.replace(_compile(launch, target, asm), key=key)
-    figures = {name: int(row[name]) for name in REPORT_COLUMNS[3:]}
+    figures: dict[str, Any] = {name: int(row[name]) for name in REPORT_COLUMNS[3:]}
     stored = CompiledKernel(*_identity(launch, target), **figures, asm={}, key=key, stored=True)
     if recompile_every and int(key, 16) % recompile_every == 0:
         compiled = dataclasses.replace(_compile(launch, target, asm), key=key, stored=True)
