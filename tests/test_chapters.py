@@ -130,7 +130,7 @@ def test_what_stands_open_can_be_typed_and_runs(name: str, tmp_path: Path) -> No
     quick = "import runpy; from kernelbook.lab import remembered_types; remembered_types.remember(); runpy.run_path('typed.py')"
     typed = subprocess.run([sys.executable, "-c", quick], cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert typed.returncode == 0, typed.stderr[-2000:]
-    assert typed.stdout.count("passed") >= 10
+    assert typed.stdout.count("passed") >= 9
 
 
 def test_embedded_pictures_become_files(tmp_path: Path) -> None:

@@ -5,9 +5,7 @@ only a GPU can answer (CUDA graphs, the same bits in every run) is answered by t
 whether there is one.
 """
 
-import ast
 import contextlib
-import re
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +15,6 @@ from unittest import mock
 import torch
 from torch.utils._pytree import tree_leaves
 
-import kernelbook as kb
 from kernelbook import runtime
 from kernelbook.cases import FUNCTIONS, Case, Given, collect
 
@@ -135,15 +132,6 @@ def generations() -> list[dict[str, str]]:
     return lines
 
 
-def _tested(name: str, pattern: str) -> str:
-    """Whether a test of the function's room that only a GPU runs has such a name."""
-    room = getattr(kb, name).__module__.split(".")[1]
-    nodes = [n for path in ROOT.glob(f"tests/test_{room}.py") for n in ast.parse(path.read_text(encoding="utf-8")).body]
-    functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
-    of_gpu = [f.name for f in functions if "pytest.mark.gpu" in map(ast.unparse, f.decorator_list)]
-    return "tested" if any(re.search(pattern, test) for test in of_gpu) else "-"
-
-
 def row(name: str, case: Case) -> dict[str, str]:
     """One line of the table."""
     names = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
@@ -160,8 +148,8 @@ def row(name: str, case: Case) -> dict[str, str]:
     }
     line |= {what: _outcome(attempt) if case.grads != () else NO for what, attempt in attempts.items()}
     line["launches"] = _launches(case)
-    line["CUDA graph"] = _tested(name, "graph")
-    line["same bits"] = _tested(name, "reproducible|bitwise|deterministic|same_bits")
+    for what, property in (("CUDA graph", "graph"), ("same bits", "bits")):  # of tests/test_contract.py, on a GPU
+        line[what] = "-" if property in case.but else "tested"
     return line
 
 
