@@ -592,7 +592,7 @@ def measures(folder: Path) -> None:
     timing.wall = lambda call, samples, **how: wall(call, samples=1, **how)  # type: ignore[assignment]
     several_gpus.moe_block.MODELS["small"] = (4, 32, 32, 2)
     small = several_gpus.Sizes(
-        mib=(0.01,), models=("small",), tokens=((4,),), strong=(4,), layers=2, active=(0.5, 1.0), sparse=(64, 16, 16),
+        models=("small",), tokens=((4,),), layers=2,
         train=("tiny",), settings=(("context", 8), ("refresh_every", 5)), sequences=(1, 2), steps=1, samples=2,
     )  # fmt: skip
     rows = {name: list(section()) for name, section in several_gpus.sections(small).items()}
@@ -601,15 +601,6 @@ def measures(folder: Path) -> None:
     table = pd.DataFrame([row for found in rows.values() for row in found])
     assert not table.duplicated(list(several_gpus.KEY)).any()
     assert {*table.columns} <= {*record.COLUMNS}
-    kept = table[table["op"] == "expert_weights"].set_index("provider")["peak_mib"].astype(float)
-    ranks = dist.get_world_size()
-    elements = 4 * 3 * 32 * 32
-    assert abs(kept["kernelbook:dense"] * ranks / (elements * 2 / 2**20) - 1) < 0.01
-    assert abs(kept["kernelbook"] * ranks / (elements * (1 / 2 + 4 / 64) / 2**20) - 1) < 0.05
-    if ranks == 1:
-        return
-    sent = table[table["op"] == "sparse_gradients"].set_index("provider")["gbytes"].astype(float)
-    assert 0.3 < sent["kernelbook:ddp"] / sent["ddp"] < 0.7  # half of the chunks, and some layers have few
 
 
 def dies(folder: Path) -> None:

@@ -23,6 +23,7 @@ import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only, tree_unflatten
 
 from kernelbook import runtime
+from kernelbook.nn.offload import join_copies
 
 __all__ = [
     "Captured",
@@ -60,6 +61,7 @@ def _capture(call: Callable[[], Any], stream: torch.cuda.Stream, pool: Any) -> t
         ):
             try:
                 out = call()
+                join_copies()
             except Exception as error:  # where that breaks the capture its end raises another one
                 first = error
                 raise
