@@ -6,14 +6,15 @@ nothing is downloaded, and no time depends on what the weights are. Tasks:
 - ``step``: a step of LoRA fine-tuning (rank 16, on the experts and on attention's projections): forward, backward, AdamW;
 - ``prefill``: a forward pass of a prompt into an empty cache;
 - ``decode``: one more token for each sequence, with a static cache that holds 2,048;
-- ``generate``: the same by ``model.generate``, which chooses the tokens too: the time of 64 of them over 64.
+- ``generate``: the same by ``model.generate``, which chooses the tokens too: the time of 64 of them over 64;
+- ``copies``: each layer's experts copied from the host once, which a step does twice: its floor where experts are offloaded.
 
 Providers, on the same weights as far as they are the same:
 
 - ``grouped_mm``, ``batched_mm``: transformers' experts in bfloat16, its attention (PyTorch's) and its norms; PEFT's LoRA;
 - ``bitsandbytes``: the same with the experts in its 4 bits, which are made dense where they are read;
 - ``kernelbook``: experts in 4 bits (doubly quantized), attention and norms on the kernels; ``kernelbook:dense`` on the
-  bfloat16 weights;
+  bfloat16 weights; ``kernelbook:offloaded`` with the experts in pinned host memory;
 - ``torch``: PyTorch's own layers, for a model without experts.
 
 gpt-oss' experts are in MXFP4 instead, as they are published, and its baseline is the model that transformers makes dense,
@@ -108,7 +109,10 @@ TINY: dict[str, dict[str, Any]] = {
 ONE_TOKEN = ("decode", "generate")
 SAME_BITS = "kernelbook:same_bits"
 EXPERTS = {"grouped_mm": "grouped_mm", "batched_mm": "batched_mm", "bitsandbytes": "grouped_mm"}
-KINDS = {"grouped_mm": "dense", "batched_mm": "dense", "torch": "dense", "kernelbook:dense": "dense"}
+OFFLOADED = "kernelbook:offloaded"
+KINDS = {"grouped_mm": "dense", "batched_mm": "dense", "torch": "dense", "kernelbook:dense": "dense"} | {
+    OFFLOADED: "offloaded"
+}
 
 
 # --- building -------------------------------------------------------------------------------------------------------
@@ -131,12 +135,13 @@ def configuration(model: str, layers: int | None = None, *, tiny: bool = False) 
 def build(config: Any, kind: str = "dense", *, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Any:
     """A random model whose weights are drawn on the device, one module after the other, and stored as ``kind``.
 
-    ``"dense"``, ``"nf4"``, ``"nf4_double"``, or ``"bitsandbytes"``: 4 bits, doubly quantized, of that library. No more than
-    one layer's experts are dense at a time. The same seed gives the same weights whatever ``kind`` is, but for ``"mxfp4"``:
+    ``"dense"``, ``"nf4"``, ``"nf4_double"``, ``"offloaded"``: doubly quantized, on the host; or ``"bitsandbytes"``: 4 bits,
+    doubly quantized, of that library. No more than one layer's experts are dense at a time. The same seed gives the same weights whatever ``kind`` is, but for ``"mxfp4"``:
     random bytes with one scale, as large as the others, which are never dense.
     """
     from transformers import AutoModelForCausalLM
 
+    from kernelbook.interop import transformers as interop
     from kernelbook.interop.transformers_experts import expert_modules, weight_names
     from kernelbook.nn.moe import quantize_parameter
 
@@ -168,12 +173,14 @@ def build(config: Any, kind: str = "dense", *, dtype: torch.dtype = torch.bfloat
 
                     replace_parameter_4bit(module, name, compress_statistics=True, quant_type="nf4")
                 elif kind != "dense":
-                    quantize_parameter(module, name, double_quant=kind == "nf4_double")
+                    quantize_parameter(module, name, double_quant=kind != "nf4")
         if any(buffer is not None and buffer.is_meta for buffer in module._buffers.values()):
             with torch.device(runtime.DEVICE):
                 fresh = type(module)(config)
             for name in module._buffers:
                 module._buffers[name] = fresh._buffers[name]
+    if kind == "offloaded":
+        interop.offload_experts(model)
     return model.eval()
 
 
@@ -272,6 +279,20 @@ def _step_task(model: Any, batch: int, tokens: int, *, graph: bool) -> Callable[
     if captured.why_eager is not None:
         raise RuntimeError(f"the step was not captured: {captured.why_eager}")
     return lambda: captured(**batch_)
+
+
+def _copies_task(model: Any) -> Callable[[], torch.Tensor]:
+    from kernelbook.interop.transformers_experts import expert_modules, weight_names
+    from kernelbook.nn.offload import read_layer
+
+    layers = [(experts, weight_names(experts)) for _, experts in expert_modules(model)]
+
+    def copies() -> torch.Tensor:
+        [*_, last] = (read_layer(*layer) for layer in layers)
+        assert last is not None
+        return last[0].absmax
+
+    return copies
 
 
 def _prefill_task(model: Any, batch: int, tokens: int) -> Callable[[], torch.Tensor]:
@@ -376,6 +397,8 @@ class Plan:
         parts = {"model": self.model, "layers": layers, "task": self.task}
         if self.task == "step":
             parts |= {"N": tokens, "r": RANK, "checkpoint": 1}
+        elif self.task == "copies":
+            pass
         else:
             parts |= {"N": 1, "S": tokens} if self.task in ONE_TOKEN else {"N": tokens, "S": 0}
         return " ".join(f"{name}={value}" for name, value in (parts | {"graph": self.graph}).items())
@@ -402,6 +425,8 @@ def plans() -> list[Plan]:
             for provider in own:
                 if provider != "bitsandbytes":
                     found += [Plan(model, provider, "step", graph=graph) for graph in ("1", "0")]
+        if model == "Qwen3-30B-A3B":
+            found += [Plan(model, OFFLOADED, task, graph=graph) for task in ("copies", "step") for graph in ("0", "1")]
         both = ("kernelbook", SAME_BITS)
         found += [
             Plan(model, provider, "decode", batch, graph="1", bits=True) for batch in (1, 32) for provider in both
@@ -478,6 +503,8 @@ class _Session:
         if plan.task == "decode":
             call, before = _decode_task(model, plan.batch, self.tokens, plan.graph)
             calls = ROOM // 4
+        elif plan.task == "copies":
+            call = _copies_task(model)
         elif plan.task == "prefill":
             call = _prefill_task(model, plan.batch, self.tokens)
         else:
