@@ -4,6 +4,7 @@ import dataclasses
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 
 import bench as registry
 from bench import __main__ as command
-from bench import chapters
+from bench import attention, chapters, layer_norm, moe_block, moe_lora, nf4, scatter_ffn, sparse_linear
 from kernelbook import runtime
 from kernelbook.lab import record, stale, timing
 
@@ -300,3 +301,37 @@ def test_a_chapter_without_its_switch_or_with_a_cell_that_fails_is_told(
         chapters.record_steps("none")
     assert chapters.record_steps("fails") == 1 and "NOT RECORDED: fails" in capsys.readouterr().err
     assert chapters.record_steps("right") == 0
+
+
+# --- what is measured is right ----------------------------------------------------------------------------------------
+
+
+def _tiny_cases() -> Iterator[tuple[str, Callable[[], timing.Problem]]]:
+    """Each kind of case at sizes for the interpreter: a case that is wrong would cost a run on a GPU."""
+    half, mixed = torch.bfloat16, moe_lora.Shape(4, 32, 64, 2, tokens=6, rank=8)
+    for name, mode, residual in (("layer_norm", "forward_backward", False), ("rms_norm", "backward", True)):
+        yield name, partial(layer_norm._problem, name, mode, 5, 48, half, False, residual)
+    for case in (sparse_linear.backward_case, sparse_linear._forward_case, sparse_linear._step_case):
+        yield f"sparse_linear {case.__name__}", case((17, 32, 192), 0.4).build
+    network = scatter_ffn.Shape(32, 64, False, "relu")
+    for build in (scatter_ffn._forward, scatter_ffn._step, scatter_ffn._gather):
+        yield f"scatter_ffn {build.__name__}", partial(build, network, 3, 0.25)
+    yield "flash_attention", partial(attention._problem, "backward", 1, 2, 1, 17, 17, 16, True, half, False)
+    yield "packed", partial(attention._packed_problem, "backward", 2, 16, (5, 1, 11), half)
+    yield "paged_attention", partial(attention._paged_problem, 1, 2, 1, 1, 32, 16, 16, half)
+    for (name, mode), (build, _) in moe_lora.FAMILIES.items():
+        yield f"{name} {mode}", partial(build, mixed, half)
+    yield "nf4", partial(nf4._problem, (4, 64, 256), 2, 64, True)
+    yield "nf4_matmul", partial(nf4._matmul_problem, (2, 16, 256), 3, 64, False)
+    for format in nf4.BITS:
+        yield f"nf4_matmul {format}", partial(nf4._format_problem, format, (16, 256), 3)
+    for mode in ("forward", "forward_backward"):
+        yield f"moe_block {mode}", moe_block._case(mode, 3, (12, 64, 64, 2)).build
+
+
+@pytest.mark.parametrize("build", [pytest.param(build, id=name) for name, build in _tiny_cases()])
+def test_what_is_measured_is_right(build: Callable[[], timing.Problem], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours is correct, and PyTorch's gives its results in the same form; other peers' kernels are for a GPU."""
+    pytest.importorskip("peft")
+    monkeypatch.setattr(registry.baselines, "has", lambda name: False)
+    assert "kernelbook" in timing.error_ratios(build())  # which raises where ours is wrong

@@ -1,5 +1,6 @@
 """What makes pages of notebooks: their ladders' programs, formulas, questions, executions that are kept."""
 
+import dataclasses
 import os
 import re
 import subprocess
@@ -10,9 +11,11 @@ from typing import Any
 import nbformat
 import pandas as pd
 import pytest
+import torch
 import yaml
 from programs import program
 
+from kernelbook import runtime
 from kernelbook.lab import chapters, plots, record
 
 # isort: split
@@ -217,9 +220,29 @@ def test_a_gpu_too_small_for_some_points_draws_the_others(
     monkeypatch.setattr(timing, "run_cases", run_cases)
     monkeypatch.setattr(record, "sentence", lambda stem, gpu: "")  # what of the record is older a test of tabs shows
     cells = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4).cells
-    [cell] = [cell.source for cell in cells if "timing.run_cases(points" in cell.source]
-    names = {"chapters": chapters, "plots": plots, "record": record, "timing": timing, "bench": bench, "GPU": True}
+    [cell] = [cell.source for cell in cells if "own_rows(chapters.attention_points" in cell.source]
+    names = {"chapters": chapters, "plots": plots, "bench": bench, "GPU": True}
     exec(cell, names)  # noqa: S102  a cell of the book
+
+
+def test_steps_are_one_case_that_is_checked_and_knows_its_providers() -> None:
+    def square(x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+        return x * x
+
+    backward = chapters.backward_of(lambda x: x * x)
+    calls: dict[str, Any] = {"doubled": lambda x, dy: (2 * x * dy,), "by autograd": lambda x, dy: backward(dy, x)}
+    case = chapters.step_case(
+        "square", {"M": 3, "N": 5}, (60.0, 15.0), lambda x, dy: 2 * x * dy, lambda: torch.ones(2, 3, 5), calls,
+        {"peer": square}, mode="backward", unchecked=["peer"],
+    )  # fmt: skip
+    assert case.providers == ("kernelbook:doubled", "kernelbook:by autograd", "peer") and case.x == 5
+    rows = chapters.own_rows([case], rep_ms=1)
+    assert len(rows) == (3 if runtime.DEVICE.type == "cuda" else 0)
+    wrong = dataclasses.replace(
+        case, build=lambda: chapters.problem(square, {"kernelbook:twice": lambda x: 2 * x}, torch.rand(9))
+    )
+    with pytest.raises(RuntimeError, match="own_rows: square backward"):
+        chapters.own_rows([wrong], rep_ms=1)
 
 
 WORDS = 2_800  # of prose in a chapter, without exercises, listings, tables and formulas

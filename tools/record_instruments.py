@@ -396,8 +396,8 @@ def attention_online() -> Recording:
 
 def attention_causal() -> Recording:
     """Which tiles of keys each program of the causal kernel visits."""
-    names = ("_load_rows", "_store_rows", "_absorb", "_key_ranges", "_attend", "_attention_fwd_causal_kernel")
-    page = from_notebook("attention_forward", *names)
+    names = ("_load_rows", "_store_rows", "_absorb", "_key_ranges", "_attend")
+    page = from_notebook("attention_forward", *names, "_attention_fwd_masked_kernel", "_attention_fwd_causal_kernel")
     side, d = 16, 16
     runs = []
     settings = {"all tiles, masked": (8, 8, False), "skipped": (8, 8, True), "fewer queries than keys": (4, 8, True)}
@@ -405,9 +405,10 @@ def attention_causal() -> Recording:
         n, s = rows * side, columns * side
         q, k, v = (torch.randn(1, count, d, generator=torch.Generator().manual_seed(0)) for count in (n, s, s))
         with watch(k=k) as seen:
-            page._attention_fwd_causal_kernel[(rows, 1)](
-                q, k, v, torch.empty_like(q), n, s, d**-0.5, CAUSAL=True, SKIP=skip, SAFE=False, LONGEST_FIRST=False,
-                D=d, BLOCK_M=side, BLOCK_N=side, BLOCK_D=d,
+            kernel = page._attention_fwd_causal_kernel if skip else page._attention_fwd_masked_kernel
+            how = {"CAUSAL": True, "LONGEST_FIRST": False} if skip else {}
+            kernel[(rows, 1)](
+                q, k, v, torch.empty_like(q), n, s, d**-0.5, D=d, BLOCK_M=side, BLOCK_N=side, BLOCK_D=d, **how
             )  # fmt: skip
         frames = Frames(
             f"{rows} programs, each with {side} queries: a row of tiles.", ["tiles", 0, "g" * (rows * columns)]
