@@ -220,11 +220,8 @@ def test_ladder_compares_each_step_with_the_best_before_and_puts_peers_last() ->
         ["second", "200.0", "50%", "2.00"],
         ["torch", "300.0", "33%", ""],
     ]
-    by_rate = plots.ladder(steps, ceilings, by="tflops", upto="second", computed=[("the bytes", 0.1)])
-    assert "25%" in by_rate and "torch" not in by_rate and "the bytes" not in by_rate
-    assert "*the bytes*" in plots.ladder(steps, ceilings, computed=[("the bytes", 0.1)])
-    with pytest.raises(ValueError, match="ladder: upto must be one of first, second, torch, got 'third'"):
-        plots.ladder(steps, ceilings, upto="third")
+    by_rate = plots.ladder(steps, ceilings, by="tflops", upto="second")
+    assert "25%" in by_rate and "torch" not in by_rate
     # After a wrong turn the best before stays the measure, and stands in the table.
     turn = pd.DataFrame(
         {"provider": [f"kernelbook:{name}" for name in ("good", "bad", "better")], "ms": [0.4, 0.8, 0.2]}
@@ -245,11 +242,11 @@ def test_points_that_are_far_apart_are_not_joined_by_a_line() -> None:
     assert looks["kernelbook"] == "-" and looks["peer"] == "None"
 
 
-def test_a_step_comes_from_its_ladder_and_says_when_it_is_not_recorded(
+def test_steps_come_from_their_file_and_say_when_they_are_not_recorded(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(record, "results_dir", lambda: tmp_path)
-    assert "not recorded" in plots.step("square_steps", "second") and "Nothing" in plots.steps("square_steps")
+    assert "Nothing" in plots.steps("square_steps")
     folder = tmp_path / record.BOOKS_GPU
     folder.mkdir()
     monkeypatch.setattr(stale, "kernels_hash", lambda *_: "1")
@@ -259,25 +256,20 @@ def test_a_step_comes_from_its_ladder_and_says_when_it_is_not_recorded(
     pd.concat([small, large]).to_csv(folder / "square_steps.csv", index=False)
     ceilings = pd.DataFrame({"run": ["r"], "copy_gbs": [2000.0], "bf16_tflops": [400.0]})
     ceilings.to_csv(folder / "ceilings.csv", index=False)
-    line = plots.step("square_steps", "second", by="tflops", peak=True, x=2)
-    assert "5,000" in line and "0.80" in line and "1,234" in line and "torch" not in line
-    assert line.startswith("square, forward + backward, N=2, float16, 1:")
-    assert "earlier version" not in line
-    assert plots.step("square_steps", "second", x=2).endswith("|")
+    text = plots.steps("square_steps", by="tflops", peak=True, x=2)
+    assert "5,000" in text and "0.80" in text and "1,234" in text and "square, forward + backward, N=2, float16" in text
+    assert "first" not in plots.steps("square_steps", among={"kernelbook:second", "torch"})
+    assert "Nothing" in plots.steps("square_steps", among={"kernelbook:third"})
     own = small.assign(ms="7.0")
     text = plots.steps("square_steps", own=own, by={"square": "tflops"})
     assert "earlier version" not in text
     monkeypatch.setattr(stale, "kernels_hash", lambda *_: "2")
-    assert plots.step("square_steps", "second", x=2).endswith(
-        "|\n\nThese times are of an earlier version of this page's steps."
-    )
     assert "earlier version" in plots.steps("square_steps", own=own)
     large["ms_p20"] = 3.5  # the steps' times overlap
     pd.concat([small, large]).to_csv(folder / "square_steps.csv", index=False)
     assert "No difference beyond the spread of the times: second." in plots.steps("square_steps", x=2)
     assert text.count("Recorded: square, forward + backward, N=") == 2 and text.count("Yours") == 1
     assert text.count("Slower than the best before: second.") == 1 and "7,000" in text
-    assert plots.step("square_steps", "third") == '*The step "third" is not recorded yet.*'
     times = plots.step_times("square_steps", x=1)
     assert times["second"] == 200.0 and math.isnan(times["third"])
     figure = plots.steps_figure("square_steps", x=1)
@@ -312,4 +304,4 @@ def test_a_ladder_is_of_the_gpu_that_has_the_page_s_steps(monkeypatch: pytest.Mo
         write(other, "NVIDIA X100 PCIe", *others)
         assert plots.ladder_gpu("square_steps") == f"an {expected}"
         name = {"H200": "NVIDIA H200", "X100": "NVIDIA X100 PCIe"}[expected]
-        assert f", {name}:" in plots.step("square_steps", "second") and name in plots.steps("square_steps")
+        assert name in plots.steps("square_steps")

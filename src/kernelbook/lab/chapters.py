@@ -3,16 +3,32 @@
 It does not draw itself (:mod:`kernelbook.lab.plots` does), and holds no figures: they come from the recorded rows.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import pandas as pd
 import torch
 
-from kernelbook import check
+from kernelbook import check, runtime
 from kernelbook.lab import measured, plots, record, timing
 
-__all__ = ["attention_points", "attention_rates", "attention_sweep", "beside", "in_words", "problem"]
+__all__ = [
+    "Steps",
+    "attention_points",
+    "attention_rates",
+    "attention_sweep",
+    "backward_of",
+    "beside",
+    "compiler_table",
+    "in_words",
+    "keep_counts",
+    "own_rows",
+    "problem",
+    "step_case",
+    "sweep",
+    "timed_steps",
+]
 
 # Providers of the figures of attention, in their order; the plain variant where it is another kernel.
 ATTENTION = (
@@ -30,20 +46,186 @@ NAMED = (
 OWN_LENGTHS = (1024, 4096, 16384)  # at which a GPU at hand is measured
 
 
+def _listed(found: Any) -> list[torch.Tensor]:
+    return list(found) if isinstance(found, (tuple, list)) else [found]
+
+
 def problem(
-    reference: Callable[..., torch.Tensor],
-    calls: Mapping[str, Callable[..., torch.Tensor]],
+    reference: Callable[..., Any],
+    calls: Mapping[str, Callable[..., Any]],
     *inputs: torch.Tensor,
     factor: float = check.FORWARD_FACTOR,
+    unchecked: Collection[str] = (),
 ) -> timing.Problem:
-    """Functions by name of the same inputs, and the reference that all are checked against, in float64 for the truth."""
+    """Functions by name of the same inputs, and the reference that all are checked against, in float64 for the truth.
+
+    Each returns a tensor or several. Those of ``unchecked`` compute more than the reference, and are not compared with it.
+    """
     wide = [tensor.double() for tensor in inputs]
+
+    def baseline() -> list[torch.Tensor]:
+        return _listed(reference(*inputs))
+
     return timing.Problem(
-        providers={name: lambda fn=fn: [fn(*inputs)] for name, fn in calls.items()},  # type: ignore[misc]
-        truth=lambda: [reference(*wide)],
-        baseline=lambda: [reference(*inputs)],
+        providers={name: lambda fn=fn: _listed(fn(*inputs)) for name, fn in calls.items()},  # type: ignore[misc]
+        truth=lambda: _listed(reference(*wide)),
+        baseline=baseline,
         factor=factor,
+        views={name: lambda _: baseline() for name in unchecked},
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps(timing.Case):
+    """A case that knows its providers: the steps of a chapter, see :func:`step_case`."""
+
+    providers: tuple[str, ...] = ()
+
+
+def step_case(
+    op: str,
+    shape: Mapping[str, Any],
+    counts: tuple[float, float],
+    reference: Callable[..., Any],
+    inputs: Callable[[], Iterable[torch.Tensor]],
+    steps: Mapping[str, Callable[..., Any]],
+    others: Mapping[str, Callable[..., Any]],
+    *,
+    mode: str = "forward",
+    x_name: str = "N",
+    unchecked: Collection[str] = (),
+) -> Steps:
+    """The steps of a chapter and what they are compared with, on the same float16 tensors.
+
+    Args:
+        op, mode, shape, x_name: what a row says of them; ``x_name`` is one of ``shape``.
+        counts: bytes and operations, the fewest possible.
+        reference, unchecked: see :func:`problem`.
+        inputs: makes the tensors that all take.
+        steps: functions by the name of the step, in their order.
+        others: functions by provider: the package, and peers.
+    """
+    calls = {f"kernelbook:{name}": step for name, step in steps.items()} | dict(others)
+    factor = check.FORWARD_FACTOR if mode == "forward" else check.GRADIENT_FACTOR
+
+    def build() -> timing.Problem:
+        return problem(reference, calls, *inputs(), factor=factor, unchecked=unchecked)
+
+    gbytes, gflop = (count / 1e9 for count in counts)
+    return Steps(op, mode, torch.float16, shape, x_name, shape[x_name], gbytes, gflop, build, tuple(calls))
+
+
+def backward_of(forward: Callable[..., torch.Tensor]) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """``backward(dy, *inputs)`` -> the gradients of ``forward(*inputs)`` by its inputs; what went forward at the first call is kept."""
+    kept: dict[str, Any] = {}
+
+    def backward(dy: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if not kept:
+            leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
+            kept.update(y=forward(*leaves), leaves=leaves)
+        return torch.autograd.grad(kept["y"], kept["leaves"], dy, retain_graph=True)
+
+    return backward
+
+
+def timed_steps(
+    stem: str, cases: Iterable[Steps], *, record: bool, by: str | Mapping[str, str] = "gbs", rep_ms: float = 100.0
+) -> Any:
+    """The tables of a chapter's steps, as recorded and on the GPU at hand: :func:`kernelbook.lab.timing.time_steps`."""
+    from IPython.display import Markdown
+
+    cases = list(cases)
+    own = timing.time_steps(stem, cases, record=record, rep_ms=rep_ms)
+    among = {provider for case in cases for provider in case.providers}
+    return Markdown(plots.steps(stem, own=own, by=by, among=among))
+
+
+def own_rows(
+    cases: Iterable[timing.Case], *, stem: str = "", keep: bool = False, rep_ms: float = 100.0
+) -> pd.DataFrame:
+    """What the GPU at hand takes, checked; no row without a GPU, where the cases are checked all the same.
+
+    Args:
+        cases: what is measured.
+        stem: of the file in ``book/results/<gpu>`` that the rows are for.
+        keep: write the rows there, and the ceilings beside them.
+
+    Raises:
+        RuntimeError: a case failed.
+    """
+    gpu = runtime.DEVICE.type == "cuda"
+    rows, failures = timing.run_cases(cases, stem=stem, progress=False, rep_ms=rep_ms if gpu else 1.0)
+    if failures:
+        raise RuntimeError("own_rows: " + "; ".join(failures))
+    if gpu and keep:
+        folder = record.results_dir() / record.device_slug()
+        ceilings = timing.ceilings_row(timing.measure_ceilings(), rows["run"].iloc[0])
+        record.write_results(folder / f"{stem}.csv", rows)
+        record.write_results(folder / "ceilings.csv", ceilings, key=("run",))
+    return rows if gpu else rows.iloc[:0]
+
+
+def keep_counts(stem: str, rows: Iterable[Mapping[str, Any]], key: tuple[str, ...]) -> None:
+    """Writes rows of the GPU at hand that hold no times, with what they were found with, to ``book/results/<gpu>/<stem>.csv``."""
+    run, about = record.new_run(), record.environment(stem)
+    table = pd.DataFrame([{"run": run, **row, **about} for row in rows])
+    record.write_results(record.results_dir() / record.device_slug() / f"{stem}.csv", table, key=key)
+
+
+def sweep(
+    stem: str,
+    panels: Mapping[str, str],
+    *,
+    own: pd.DataFrame | None = None,
+    y: str = "gbs",
+    x_label: str | None = None,
+    over: str | None = None,
+) -> Any:
+    """Recorded rows against what was swept: a panel beside another for each query of pandas, under its title; a tab for each GPU.
+
+    Args:
+        stem: of the file in ``book/results/<gpu>``; a GPU whose rows leave a panel empty has no tab.
+        panels: by title a query, such as ``op == 'add'``.
+        own: the reader's rows, of :func:`own_rows`.
+        y, x_label: see :func:`kernelbook.lab.plots.bandwidth_figure`.
+        over: a provider; then how many times faster than it the others are, on logarithmic axes.
+    """
+
+    def draw(rows: pd.DataFrame, ceilings: pd.DataFrame) -> Any:
+        found = {title: rows.query(query) for title, query in panels.items()}
+        if any(part.empty for part in found.values()):
+            return None
+        figure, axes = plots.new_figure(
+            columns=len(panels), width=max(6.8, 3.0 * len(panels)), height=3.6, share_y=over is not None
+        )
+        for ax, (title, part) in zip(axes, found.items(), strict=True):
+            mine = own.query(panels[title]) if own is not None and len(own) else None
+            if over is None:
+                plots.bandwidth_figure(part, ceilings, own=mine, y=y, x_label=x_label, title=title, ax=ax)
+                continue
+            ax.set(xscale="log", yscale="log")
+            plots.speedup_figure(part, over, own=mine, x_label=x_label, title=title, ax=ax)
+            if ax is not axes[0]:
+                ax.get_legend().remove()
+                ax.set_ylabel("")
+        return plots.finish(figure, rows, own=own)
+
+    return plots.with_records(stem, draw)
+
+
+def compiler_table(kernels: Mapping[str, Any], **more: Mapping[str, Any]) -> pd.DataFrame:
+    """What the compiler says of :class:`kernelbook.lab.compiled.CompiledKernel` objects, a line each by name; ``more``: further columns."""
+    return pd.DataFrame(
+        {
+            name: {
+                **{column: values[name] for column, values in more.items()},
+                "registers a thread": kernel.registers,
+                "spilled, bytes": kernel.spill_bytes,
+                "shared, KiB": round(kernel.shared_bytes / 1024),
+            }
+            for name, kernel in kernels.items()
+        }
+    ).T
 
 
 def in_words(shape: str) -> str:

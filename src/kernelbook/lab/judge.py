@@ -46,7 +46,7 @@ from kernelbook.lab.tasks import TASKS, Draw, Task
 # isort: split
 import triton
 
-__all__ = ["HINTS", "TASKS", "Draw", "Judgement", "Task", "judge"]
+__all__ = ["HINTS", "TASKS", "Draw", "Judgement", "Task", "exercise", "judge"]
 
 SECONDS = 120.0  # for one message to the other process and its answer
 NOT_JUDGED = ("rule", "load")  # kinds of refusals
@@ -437,6 +437,11 @@ def find_task(name: str) -> Task:
         there = f"{place} has {', '.join(known) or 'none'}" if colon else "`python -m kernelbook judge` lists them"
         raise ValueError(f"judge: there is no task {own!r}: {(near or [there])[0]}")
     return known[own]
+
+
+def exercise(answer: Any, task: str | Task) -> None:
+    """Prints the judgement of an answer, or that there is none yet: the last line of an exercise's cell."""
+    print("Not written yet." if answer is None else judge(answer, task))
 
 
 def judge(

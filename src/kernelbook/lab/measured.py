@@ -6,27 +6,11 @@ A point is one call: function, mode, dtype and shape, timed in one run with its 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pandas as pd
 
 from kernelbook.lab import record, timing
-
-if TYPE_CHECKING:
-    import pandas as pd
-
-__all__ = [
-    "FILES",
-    "FOR_SCALE",
-    "NEAR",
-    "POINT",
-    "bounded",
-    "compared",
-    "middles",
-    "share_lines",
-    "shares",
-    "sizes",
-    "strongest",
-    "with_swept",
-]
 
 # Files that measure the package's functions, and the chapters about them. Others measure the steps of a chapter.
 FILES = {
@@ -51,8 +35,6 @@ NO_BOUND = {"ops": ("read_rows",), "files": ("several_gpus",), "modes": ("first_
 
 def with_swept(rows: pd.DataFrame) -> pd.Series:
     """The shape of each row, with the swept variable where it is not part of it."""
-    import pandas as pd
-
     named = rows["x_name"].notna() & ~pd.Series(
         [f"{name}=" in f" {shape}" for name, shape in zip(rows["x_name"], rows["shape"], strict=True)],
         index=rows.index,
@@ -64,8 +46,6 @@ def with_swept(rows: pd.DataFrame) -> pd.Series:
 
 def sizes(shapes: pd.Series) -> pd.DataFrame:
     """A column for each name in texts like ``M=4096 N=1024``."""
-    import pandas as pd
-
     return pd.DataFrame([dict(pair.split("=", 1) for pair in shape.split()) for shape in shapes], index=shapes.index)
 
 
@@ -134,8 +114,6 @@ def shares(rows: pd.DataFrame, ceilings: pd.DataFrame) -> pd.DataFrame:
 
     A row with neither bytes nor operations has no bound, and NaN.
     """
-    import pandas as pd
-
     columns = ["copy_gbs", "bf16_tflops", "tf32_tflops", "empty_us"]
     known = rows[["run"]].merge(ceilings[["run", *columns]].drop_duplicates("run"), on="run", how="left")
     known = known[columns].fillna(ceilings[columns].median()).set_index(rows.index)
@@ -155,8 +133,6 @@ def shares(rows: pd.DataFrame, ceilings: pd.DataFrame) -> pd.DataFrame:
 
 def bounded(gpu: str) -> pd.DataFrame:
     """:func:`shares` of each recorded call of the package in bfloat16 on ``gpu``, a folder of ``book/results``."""
-    import pandas as pd
-
     stems = [stem for stem in FILES if stem not in NO_BOUND["files"] and gpu in record.recorded_gpus(stem)]
     rows = pd.concat([record.load_results(stem, gpu) for stem in stems], ignore_index=True)
     rows = rows.loc[(rows["provider"] == "kernelbook") & (rows["dtype"] == "bfloat16")]
@@ -170,8 +146,6 @@ def share_lines(found: pd.DataFrame) -> pd.DataFrame:
     Columns: ``op``, ``mode``, ``points``; ``lowest``, ``median`` and ``highest`` share; ``where`` it is lowest; ``bound``, that of
     most points; ``unknown``: which of ``bytes`` and ``operations`` is not recorded of some point.
     """
-    import pandas as pd
-
     lines: list[dict[str, Any]] = []
     for (op, mode), group in found.groupby(["op", "mode"], sort=False):
         known = group.dropna(subset="share")
@@ -193,7 +167,5 @@ def share_lines(found: pd.DataFrame) -> pd.DataFrame:
 
 def middles(found: pd.DataFrame) -> pd.DataFrame:
     """Of each function and mode the row with the middle share: the higher one where there are two."""
-    import pandas as pd
-
     ranked = found.dropna(subset="share").sort_values("share", kind="stable").groupby(["op", "mode"], sort=False)
     return pd.concat([group.iloc[[len(group) // 2]] for _, group in ranked])

@@ -12,7 +12,7 @@ import math
 import re
 import textwrap
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -45,7 +45,6 @@ __all__ = [
     "roofline_points",
     "share_figure",
     "speedup_figure",
-    "step",
     "step_times",
     "steps",
     "steps_figure",
@@ -385,7 +384,6 @@ def ladder(
     *,
     upto: str | None = None,
     by: str = "gbs",
-    computed: Sequence[tuple[str, float]] = (),
     peak: bool = False,
 ) -> str:
     """The steps of a chapter as a Markdown table: microseconds, share of the ceiling, times the best step before.
@@ -396,11 +394,7 @@ def ladder(
         ceilings: recorded ceilings; that of the rows' run, else the median.
         upto: the last step to show, with the one before it and the best before it; ``None`` for all of them.
         by: ``gbs`` for a share of the copy's bandwidth, ``tflops`` for one of the matrix product's rate.
-        computed: further lines that no kernel ran for, as (name, milliseconds).
         peak: name the most memory that a step holds at a time beyond its inputs, too.
-
-    Raises:
-        ValueError: there is no step ``upto``.
     """
     rows = _with_rates(rows).reset_index(drop=True)
     ours = rows["provider"].str.startswith("kernelbook")
@@ -423,17 +417,11 @@ def ladder(
         table["of the data sheet"] = [f"{rate / most:.0%}" for rate, most in zip(rows["tflops"], sheet, strict=True)]
     if peak:
         table["MiB"] = [f"{float(value):,.0f}" for value in rows["peak_mib"]]
-    if upto is not None:
-        places = [i for i, name in enumerate(names) if name == upto]
-        if not places:
-            raise ValueError(f"ladder: upto must be one of {', '.join(names)}, got {upto!r}")
-        last = places[0]
-        table = table.iloc[sorted({steps[: max(last, 1)].idxmin(), max(last - 1, 0), last})]
-    else:
-        table = pd.concat([table[ours], table[~ours]])
-        for name, ms in computed:
-            table.loc[len(table)] = [f"*{name}*", _microseconds(ms), *[""] * (table.shape[1] - 2)]
-    return table.to_markdown(index=False, disable_numparse=True)
+    if upto is None:
+        return pd.concat([table[ours], table[~ours]]).to_markdown(index=False, disable_numparse=True)
+    last = list(names).index(upto)
+    shown = sorted({steps[: max(last, 1)].idxmin(), max(last - 1, 0), last})
+    return table.iloc[shown].to_markdown(index=False, disable_numparse=True)
 
 
 def _ladders_folder(stem: str) -> str | None:
@@ -462,35 +450,22 @@ def _ladders_ceilings(stem: str) -> pd.DataFrame:
     return record.load_ceilings(_ladders_folder(stem) or record.BOOKS_GPU)
 
 
-def _ladders(rows: pd.DataFrame, only: Mapping[str, Any]) -> list[tuple[str, pd.DataFrame]]:
-    """The ladders among ``rows``, each with what it is a ladder of."""
+def _ladders(
+    rows: pd.DataFrame, only: Mapping[str, Any], among: Collection[str] | None = None
+) -> list[tuple[str, pd.DataFrame]]:
+    """The ladders among ``rows``, each with what it is a ladder of; ``among``: only these of our steps."""
     for column, value in only.items():
         rows = rows.loc[rows[column] == value]
+    if among is not None:
+        rows = rows.loc[rows["provider"].isin(among) | ~rows["provider"].str.startswith("kernelbook:")]
     named = rows.groupby(["op", "mode", "shape", "dtype"], sort=False)
-    return [("{}, {}, {}, {}".format(*map(str, key)).replace("_backward", " + backward"), part) for key, part in named]
+    ladders = [
+        ("{}, {}, {}, {}".format(*map(str, key)).replace("_backward", " + backward"), part) for key, part in named
+    ]
+    return [(name, part) for name, part in ladders if part["provider"].str.startswith("kernelbook:").any()]
 
 
 EARLIER = "These times are of an earlier version of this page's steps"
-
-
-def step(stem: str, upto: str, *, by: str = "gbs", peak: bool = False, **only: Any) -> str:
-    """The line of a recorded :func:`ladder` for one step, under its shape and GPU, or a word on what is missing or older.
-
-    Args:
-        stem: the file that :func:`kernelbook.lab.timing.time_steps` wrote, of the GPU that :func:`ladder_gpu` names.
-        upto: the step.
-        by, peak: see :func:`ladder`.
-        only: values of columns that pick one ladder among the rows.
-    """
-    recorded = _recorded(stem)
-    found = [] if recorded is None else _ladders(recorded, only)
-    found = [(name, rows) for name, rows in found if upto in set(_without_ours(rows["provider"]))]
-    if not found:
-        return f'*The step "{upto}" is not recorded yet.*'
-    [(name, rows)] = found
-    table = ladder(rows, _ladders_ceilings(stem), upto=upto, by=by, peak=peak)
-    older = "" if (rows["state"] == stale.CURRENT).all() else f"\n\n{EARLIER}."
-    return f"{name}, {', '.join(sorted(set(rows['gpu'].astype(str))))}:\n\n{table}{older}"
 
 
 def step_times(stem: str, **only: Any) -> dict[str, float]:
@@ -535,7 +510,13 @@ def steps_figure(stem: str, **only: Any) -> Figure | str:
 
 
 def steps(
-    stem: str, *, own: pd.DataFrame | None = None, by: str | Mapping[str, str] = "gbs", peak: bool = False, **only: Any
+    stem: str,
+    *,
+    own: pd.DataFrame | None = None,
+    by: str | Mapping[str, str] = "gbs",
+    peak: bool = False,
+    among: Collection[str] | None = None,
+    **only: Any,
 ) -> str:
     """All recorded ladders of a chapter as Markdown, the reader's own below, and which steps gained nothing.
 
@@ -543,13 +524,14 @@ def steps(
         stem: the file that :func:`kernelbook.lab.timing.time_steps` wrote, of the GPU that :func:`ladder_gpu` names.
         own: what :func:`kernelbook.lab.timing.time_steps` returned: the reader's times, if any.
         by, peak: see :func:`ladder`; ``by`` for all or by operation.
+        among: the steps that the page has, as providers; a file may hold others. ``None`` for all.
         only: values of columns that pick some of the ladders.
     """
     text = ""
     for title, rows in (("Recorded", _recorded(stem)), ("Yours", own)):
         if rows is None or not len(rows):
             continue
-        for name, part in _ladders(rows, only):
+        for name, part in _ladders(rows, only, among):
             kind = by if isinstance(by, str) else by[part["op"].iloc[0]]
             table = ladder(part, _ladders_ceilings(stem), by=kind, peak=peak)
             text += f"{title}: {name}. {provenance(part)}\n\n{table}\n\n"
