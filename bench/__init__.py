@@ -5,18 +5,38 @@ This folder is no part of the installed package: run it in the repository. Impor
 """
 
 import dataclasses
+import gc
 import importlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from bench import baselines
+from kernelbook import runtime
+from kernelbook.lab import record, timing
+from kernelbook.lab.timing import Case
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from kernelbook.lab.timing import Case
-
-__all__ = ["CASE_BY_CASE", "NAMES", "ROOMS", "Bench", "bench", "benches"]
+__all__ = [
+    "CASE_BY_CASE",
+    "NAMES",
+    "ROOMS",
+    "Bench",
+    "bench",
+    "benches",
+    "compiled",
+    "first_call",
+    "forget",
+    "passes",
+    "row",
+    "step",
+    "write_ceilings",
+]
 
 # The rooms: each is a package of this name.
 ROOMS = ("attention", "layer_norm", "moe_lora", "nf4", "scatter_ffn", "sparse_linear")
@@ -47,18 +67,13 @@ class Bench:
     baselines: Mapping[str, str]
     needs: dict[str, str] = dataclasses.field(default_factory=dict)
     left_out: tuple[str, ...] = ()
-    cases: Callable[[], Iterable["Case"]] | None = None
-    models: Callable[[], Iterable["Case"]] = tuple
+    cases: Callable[[], Iterable[Case]] | None = None
+    models: Callable[[], Iterable[Case]] = tuple
     host_calls: Callable[[], Mapping[str, Callable[[], object]]] = dict
     extras: Callable[[], Iterator[tuple[str, "pd.DataFrame"]]] | None = None
     keys: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
     run: Callable[..., int] | None = None
     options: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if (self.cases is None) == (self.run is None):
-            given = "none" if self.run is None else "both"
-            raise ValueError(f"Bench: {self.name} must have either cases or run, got {given}")
 
     def missing(self) -> list[str]:
         """What is not measured here, and why."""
@@ -81,3 +96,74 @@ def bench(name: str) -> Bench:
 def benches(names: Iterable[str] = NAMES) -> list[Bench]:
     """The benches of these names, or all of them."""
     return [bench(name) for name in names]
+
+
+def forget() -> None:
+    """Gives memory back that nobody holds any more, so that what comes is measured alike."""
+    gc.collect()
+    if runtime.DEVICE.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def passes(
+    mode: str, call: Callable[..., Any], leaves: Sequence[torch.Tensor], up: Sequence[torch.Tensor]
+) -> Callable[[], Sequence[torch.Tensor]]:
+    """What is timed of ``call(*leaves)``, which gives a tensor or several: its results, or the gradients of the leaves for ``up``.
+
+    Mode ``backward`` has the forward pass behind it, ``forward_backward`` takes both.
+    """
+
+    def results(given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        found = call(*given)
+        return [found] if isinstance(found, torch.Tensor) else found
+
+    if mode == "forward":
+        given = [leaf.detach() for leaf in leaves]
+        return lambda: results(given)
+    if mode == "backward":
+        kept = results(leaves)
+        return lambda: torch.autograd.grad(kept, leaves, up, retain_graph=True)
+    return lambda: torch.autograd.grad(results(leaves), leaves, up)
+
+
+def step(
+    call: Callable[..., torch.Tensor], leaves: Sequence[torch.Tensor], up: torch.Tensor
+) -> Callable[[], Sequence[torch.Tensor]]:
+    """Both passes of ``call(*leaves)``: the result, and the gradients of the leaves."""
+
+    def both() -> Sequence[torch.Tensor]:
+        y = call(*leaves)
+        return [y.detach(), *torch.autograd.grad(y, leaves, up)]
+
+    return both
+
+
+def compiled(function: Callable[..., Any], **how: Any) -> Callable[..., Any]:
+    """``torch.compile`` of a function for one shape, whatever was compiled before."""
+    torch._dynamo.reset()
+    torch._functorch.config.donated_buffer = (
+        False  # it forbids to run a backward pass twice, which is what measuring does
+    )
+    return torch.compile(function, dynamic=False, **how)
+
+
+def first_call(op: str, shape: Mapping[str, Any], x_name: str, x: float, codes: Mapping[str, str]) -> Case:
+    """The wall-clock time of a first call with empty caches: by provider its code, see ``timing.first_call_ms``."""
+    return timing.Case(op, "first_call", torch.bfloat16, shape, x_name, x, 0.0, 0.0, lambda: timing.FirstCall(codes))
+
+
+def row(
+    op: str, mode: str, provider: str, dtype: torch.dtype, shape: str, x: tuple[str, float], found: timing.Timing,
+    **figures: float,
+) -> dict[str, str]:  # fmt: skip
+    """A row of what has a clock of its own, without run and environment; the figures that are not given are NaN."""
+    ms = {"ms": found.ms, "ms_p20": found.p20, "ms_p80": found.p80}
+    numbers = dict.fromkeys(record.FIGURES, math.nan) | {"gpus": 1} | ms | figures
+    named = {"op": op, "mode": mode, "provider": provider, "dtype": str(dtype).removeprefix("torch."), "shape": shape}
+    return named | {"x_name": x[0], "x": f"{x[1]:.12g}"} | {name: f"{value:.6g}" for name, value in numbers.items()}
+
+
+def write_ceilings(folder: Path, run: str, *, quick: bool = False) -> None:
+    """Measures what the machine reaches, and writes it as that of a run."""
+    row = timing.ceilings_row(timing.measure_ceilings(quick=quick), run)
+    record.write_results(folder / "ceilings.csv", row, key=("run",))

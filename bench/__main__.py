@@ -60,26 +60,20 @@ def chosen(one: registry.Bench, given: argparse.Namespace, folder: Path) -> Iter
         yield stem, [case for case in wanted if case.key not in there]
 
 
-def measure_cases(
-    one: registry.Bench, stem: str, cases: Iterable[timing.Case], folder: Path, rep_ms: float
-) -> list[str]:
+def measure_cases(one: registry.Bench, stem: str, cases: Iterable[timing.Case], folder: Path) -> list[str]:
     """Measures the cases, writes and prints the rows of each as they come, and returns the failures."""
     ceilings = timing.measure_ceilings()
-    recorded: set[str] = set()
 
     def keep(rows: pd.DataFrame) -> None:
-        first = rows.iloc[0]
-        if first["run"] not in recorded:  # the ceilings first: no row without those of its run
-            row = timing.ceilings_row(ceilings, first["run"])
-            record.write_results(folder / "ceilings.csv", row, key=("run",))
-            recorded.add(first["run"])
+        first = rows.iloc[0]  # the ceilings first: no row without those of its run
+        record.write_results(folder / "ceilings.csv", timing.ceilings_row(ceilings, first["run"]), key=("run",))
         record.write_results(folder / f"{stem}.csv", rows)
         shown = rows[["provider", "ms", "host_us", "peak_mib", "err_ratio"]]
         tqdm.write(f"\n{first['mode']} {first['dtype']} {first['shape']} {first['x_name']}={first['x']}")
         tqdm.write(tabulate(shown, headers="keys", showindex=False, disable_numparse=True))
 
     peer = functools.partial(baselines.peer_version, distributions=one.baselines)
-    return timing.run_cases(cases, stem=stem, rep_ms=rep_ms, peer=peer, record=keep)[1]
+    return timing.run_cases(cases, stem=stem, rep_ms=REP_MS, peer=peer, record=keep)[1]
 
 
 def measure_extras(one: registry.Bench, folder: Path) -> list[str]:
@@ -128,7 +122,7 @@ def measure(name: str, given: argparse.Namespace, folder: Path) -> int:
             for case in cases:
                 warm(case)
         elif cases:
-            failures += measure_cases(one, stem, cases, folder, given.rep_ms)
+            failures += measure_cases(one, stem, cases, folder)
     if not (given.warm or given.stale or given.select) and given.part[0] == 0:
         failures += measure_extras(one, folder)
     for failure in failures:
@@ -178,24 +172,6 @@ def part_of(text: str) -> tuple[int, int]:
     return int(own), int(of)
 
 
-def number(text: str) -> float:
-    try:
-        found = float(text)
-    except ValueError:
-        found = math.nan
-    if not 0 < found < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number above zero, got {text}")
-    return found
-
-
-def pattern(text: str) -> str:
-    try:
-        re.compile(text)
-    except re.error as error:
-        raise argparse.ArgumentTypeError(f"must be a regular expression, got {text}: {error}") from None
-    return text
-
-
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     top = argparse.ArgumentParser(
@@ -205,13 +181,12 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--all", action="store_true", help="all that is measured case by case")
     top.add_argument("--steps", nargs="+", default=[], metavar="chapter", help="the steps of these chapters")
     top.add_argument("--out", type=Path, help="folder for <gpu>/<file>.csv (default: book/results)")
-    top.add_argument("--select", type=pattern, help="only cases whose description has this, such as 'forward .*r=16'")
+    top.add_argument("--select", help="only cases whose description has this, such as 'forward .*r=16'")
     top.add_argument("--stale", action="store_true", help="only cases without rows of today's kernels")
     top.add_argument("--part", type=part_of, default=(0, 1), help="I/N: of N processes the I-th, from 0")
     top.add_argument("--gpus", type=int, default=1, help="divide the cases among so many GPUs")
-    top.add_argument("--seconds", type=number, default=math.inf, help="with --gpus: when to stop")
+    top.add_argument("--seconds", type=float, default=math.inf, help="with --gpus: when to stop")
     top.add_argument("--warm", action="store_true", help="call everything once and record nothing")
-    top.add_argument("--rep-ms", type=number, default=REP_MS, help=f"how long to sample each call (default: {REP_MS})")
     top.add_argument("--layers", type=int, help="whole_model: so many layers of each model (default: all)")
     top.add_argument("--merge", type=Path, nargs="+", help="measure nothing; put the rows of these folders into --out")
     return top

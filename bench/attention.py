@@ -4,7 +4,6 @@ where they are installed, FlashAttention-4 and FlashInfer, packed sequences, pag
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench import Bench, baselines
+from bench import Bench, baselines, compiled, passes
 from bench.models import MODELS
 from kernelbook import check, runtime
 from kernelbook.attention import op, pages
@@ -61,8 +60,6 @@ WITH_HEADS = (
     *("OLMo-2-13B", "Phi-4", "Qwen3-Next-80B-A3B"),
 )
 
-# A sliding window beside all keys: B, H, H_kv, N, D; and windows, 0 for none.
-WINDOWED, WINDOWS = (2, 16, 16, 8192, 128), (0, 4096, 1024, 256)
 
 # Sequences packed one after another, causal: H, D; and their lengths.
 PACKED, PACKED_LENGTHS = (16, 128), (3000, 1, 2047, 700, 1400, 644, 300, 100)
@@ -96,17 +93,13 @@ def _sdpa(backend: SDPBackend, causal: bool) -> Attention:
 def _flex(n: int, causal: bool) -> Attention:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    # It is compiled for one shape at a time; Dynamo would give up after some.
-    torch._dynamo.reset()
-    # Donated buffers forbid to run a backward pass twice, which is what measuring does.
-    torch._functorch.config.donated_buffer = False
     mask = None
     if causal:
         mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, n, n, device=str(runtime.DEVICE))
-    compiled: Any = torch.compile(flex_attention, dynamic=False)
+    flex = compiled(flex_attention)
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return compiled(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+        return flex(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
 
     return attention
 
@@ -156,10 +149,10 @@ def _kernels_of(provider: str) -> contextlib.AbstractContextManager[None]:
     return op.plain_kernels() if provider == "kernelbook:plain" else contextlib.nullcontext()
 
 
-def _attentions(sequences: int, n: int, s: int, causal: bool, *, slow_ones: bool | None) -> dict[str, Attention]:
+def _attentions(sequences: int, n: int, s: int, causal: bool, *, slow_ones: bool) -> dict[str, Attention]:
     """By provider. The slow ones: FlexAttention, which compiles for each shape, and the one with the score matrix.
 
-    ``sequences``: how many score matrices there are, one for each head of each. ``slow_ones=None``: PyTorch's and ours alone.
+    ``sequences``: how many score matrices there are, one for each head of each.
     """
     found: dict[str, Attention] = {
         "sdpa_flash": _sdpa(SDPBackend.FLASH_ATTENTION, causal),
@@ -168,7 +161,7 @@ def _attentions(sequences: int, n: int, s: int, causal: bool, *, slow_ones: bool
     }
     if n == s:  # few queries have one kernel on every GPU
         found["kernelbook:plain"] = found["kernelbook"]
-        if slow_ones is not None and baselines.version("flash-attn-4"):  # on Hopper it does not divide the keys
+        if baselines.version("flash-attn-4"):  # on Hopper it does not divide the keys
             found["flash_attention_4"] = _flash_attention_4(causal)
     if slow_ones:
         found["flex"] = _flex(n, causal)
@@ -205,46 +198,23 @@ def _takes(attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
 
 
 def _problem(
-    mode: str, b: int, h: int, h_kv: int, n: int, s: int, d: int, causal: bool, dtype: torch.dtype,
-    slow_ones: bool | None,
-) -> timing.Problem:  # fmt: skip
-    q, k, v, do = _inputs(b, h, h_kv, n, s, d, dtype)
+    mode: str, b: int, h: int, h_kv: int, n: int, s: int, d: int, causal: bool, dtype: torch.dtype, slow_ones: bool
+) -> timing.Problem:
+    *leaves, do = _inputs(b, h, h_kv, n, s, d, dtype)
     given = _attentions(b * h, n, s, causal, slow_ones=slow_ones)
     if mode != "forward" and "flash_attention_4" in given:
         given["flash_attention_4:one_order"] = _flash_attention_4(causal, deterministic=True)
-    attentions = {name: call for name, call in given.items() if name.startswith("kernelbook") or _takes(call, q, k, v)}
-
-    def forward(provider: str) -> Callable[[], Tensors]:
-        def call() -> Tensors:
-            with torch.no_grad(), _kernels_of(provider):
-                return [given[provider](q, k, v)]
-
-        return call
-
-    def backward(provider: str) -> Callable[[], Tensors]:
-        with _kernels_of(provider):
-            o = given[provider](q, k, v)
-
-        def call() -> Tensors:
-            with _kernels_of(provider):
-                return torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
-
-        return call
-
-    def forward_backward(provider: str) -> Callable[[], Tensors]:
-        def call() -> Tensors:
-            with _kernels_of(provider):
-                return torch.autograd.grad(given[provider](q, k, v), (q, k, v), do)
-
-        return call
-
-    make = {"forward": forward, "backward": backward, "forward_backward": forward_backward}[mode]
-    calls: dict[str, Callable[[], Tensors]] = {provider: make(provider) for provider in attentions}
-    if n != s and slow_ones is not None and d in FLASHINFER_HEADS and baselines.has("flashinfer"):
+    calls: dict[str, Callable[[], Tensors]] = {
+        provider: _passes(provider, mode, attention, leaves, do)
+        for provider, attention in given.items()
+        if provider.startswith("kernelbook") or _takes(attention, *leaves)
+    }
+    if n != s and d in FLASHINFER_HEADS and baselines.has("flashinfer"):
+        q, k, v = (t.detach() for t in leaves)
         order = torch.arange(b * s // PAGE, device=q.device)
-        k_pages, v_pages = (_in_pages(t.detach(), order, PAGE) for t in (k, v))
+        k_pages, v_pages = (_in_pages(t, order, PAGE) for t in (k, v))
         table = order.view(b, s // PAGE).to(torch.int32)
-        calls["flashinfer"] = _flashinfer(q.detach(), k_pages, v_pages, table, causal)
+        calls["flashinfer"] = _flashinfer(q, k_pages, v_pages, table, causal)
 
     def checked(out: Tensors) -> Tensors:
         """What is compared with float64: heads that share a key head stay together."""
@@ -252,14 +222,27 @@ def _problem(
 
     def truth() -> Tensors:
         if mode == "forward":
-            return _truth(flash_attention_reference, checked((q, k, v)), h // h_kv, causal)
-        return _truth(_gradients, checked((q, k, v, do)), h // h_kv, causal)
+            return _truth(flash_attention_reference, checked(leaves), h // h_kv, causal)
+        return _truth(_gradients, checked([*leaves, do]), h // h_kv, causal)
 
-    def baseline() -> Tensors:
-        return checked(make("sdpa_flash")())
+    return timing.Problem(
+        calls, truth, lambda: checked(calls["sdpa_flash"]()), _factor(mode), dict.fromkeys(calls, checked)
+    )
 
-    factor = check.FORWARD_FACTOR if mode == "forward" else check.GRADIENT_FACTOR
-    return timing.Problem(calls, truth, baseline, factor, dict.fromkeys(calls, checked))
+
+def _passes(provider: str, mode: str, attention: Attention, leaves: Tensors, do: torch.Tensor) -> Callable[[], Tensors]:
+    with _kernels_of(provider):
+        call = passes(mode, attention, leaves, [do])
+
+    def within() -> Tensors:
+        with _kernels_of(provider):
+            return call()
+
+    return within
+
+
+def _factor(mode: str) -> float:
+    return check.FORWARD_FACTOR if mode == "forward" else check.GRADIENT_FACTOR
 
 
 def _gradients(
@@ -272,103 +255,38 @@ def _case(
     mode: str,
     shape: tuple[int, int, int, int, int, bool],
     dtype: torch.dtype = torch.bfloat16,
+    slow_ones: bool | None = None,
 ) -> timing.Case:
     b, h, h_kv, n, d, causal = shape
-    slow_ones = dtype == torch.bfloat16 and (shape in SHAPES or (d == 128 and causal))
+    if slow_ones is None:
+        slow_ones = dtype == torch.bfloat16 and (shape in SHAPES or (d == 128 and causal))
     q, kv, lse = b * h * n * d, b * h_kv * n * d, 4 * b * h * n
     # Forward. Read: q, k, v; written: o, lse. Backward. Read: q, k, v, o, do, lse; written: dq, dk, dv.
     tensors, products = {"forward": (2, 2), "backward": (4, 5), "forward_backward": (6, 7)}[mode]
     gbytes = (tensors * (q + kv) * dtype.itemsize + lse * (2 if mode == "forward_backward" else 1)) / 1e9
-    gflop = 2 * products * b * h * n * n * d / 1e9
-    return timing.Case(
-        op="flash_attention",
-        mode=mode,
-        dtype=dtype,
-        shape={"B": b, "H": h, "H_kv": h_kv, "N": n, "S": n, "D": d, "causal": "yes" if causal else "no"},
-        x_name="N",
-        x=n,
-        gbytes=gbytes,
-        gflop=gflop / 2 if causal else gflop,
-        build=lambda: _problem(mode, b, h, h_kv, n, n, d, causal, dtype, slow_ones),
-    )
+    gflop = products * b * h * n * n * d / 1e9 * (1 if causal else 2)
+    sizes = {"B": b, "H": h, "H_kv": h_kv, "N": n, "S": n, "D": d, "causal": "yes" if causal else "no"}
+    build = functools.partial(_problem, mode, b, h, h_kv, n, n, d, causal, dtype, slow_ones)
+    return timing.Case("flash_attention", mode, dtype, sizes, "N", n, gbytes, gflop, build)
 
 
 def _decode_case(shape: tuple[int, int, int, int, int, int], *, page: int = 0) -> timing.Case:
     """A few queries, to contiguous keys or to those in pages."""
     b, h, h_kv, n, s, d = shape
     dtype = torch.bfloat16
-    sizes = {"B": b, "H": h, "H_kv": h_kv, "N": n, "S": s, "D": d}
-    return timing.Case(
-        op="paged_attention" if page else "flash_attention",
-        mode="forward",
-        dtype=dtype,
-        shape=sizes | ({"causal": "yes", "page": page} if page else {"causal": "no"}),
-        x_name="S",
-        x=s,
-        gbytes=2 * b * d * (h * n + h_kv * s) * dtype.itemsize / 1e9,  # read: q, k, v; written: o
-        gflop=4 * b * h * n * s * d / 1e9,
-        build=(lambda: _paged_problem(*shape, page, dtype))
-        if page
-        else (lambda: _problem("forward", *shape, False, dtype, shape in WITH_FLEX)),
-    )
-
-
-def _window_case(mode: str, window: int) -> timing.Case:
-    """Causal attention to the last ``window`` keys only: what is counted is what is seen."""
-    b, h, h_kv, n, d = WINDOWED
-    dtype = torch.bfloat16
-    seen = window * n - window * (window - 1) // 2 if window else n * (n + 1) // 2
-    tensors, products = (2, 2) if mode == "forward" else (4, 5)
-    return timing.Case(
-        op="flash_attention",
-        mode=mode,
-        dtype=dtype,
-        shape={"B": b, "H": h, "H_kv": h_kv, "N": n, "S": n, "D": d, "causal": "yes", "window": window or "none"},
-        x_name="window",
-        x=window or n,
-        gbytes=(tensors * b * n * d * (h + h_kv) * dtype.itemsize + 4 * b * h * n) / 1e9,
-        gflop=2 * products * b * h * seen * d / 1e9,
-        build=lambda: _window_problem(mode, window or None, dtype),
-    )
-
-
-def _window_problem(mode: str, window: int | None, dtype: torch.dtype) -> timing.Problem:
-    b, h, h_kv, n, d = WINDOWED
-    q, k, v, do = _inputs(b, h, h_kv, n, n, d, dtype)
-    few = [t[:1, : t.shape[1] // h_kv] for t in (q, k, v, do)]  # what is checked: the heads of the first key head
-    mask = torch.ones(n, n, dtype=torch.bool, device=q.device).tril()
-    mask = mask if window is None else mask.triu(1 - window)
-
-    def call(provider: str) -> Callable[[], Tensors]:
-        def forward() -> torch.Tensor:
-            with _kernels_of(provider):
-                return op.flash_attention(q, k, v, causal=True, window=window)
-
-        if mode == "forward":
-            return lambda: [forward().detach()]
-        o = forward()
-
-        def backward() -> Tensors:
-            with _kernels_of(provider):
-                return torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
-
-        return backward
-
-    def truth() -> Tensors:
-        wide = [t.detach().double() for t in few]
-        if mode == "forward":
-            return [flash_attention_reference(*wide[:3], causal=True, window=window)]
-        return flash_attention_backward_reference(wide[3], *wide[:3], causal=True, window=window)
-
-    def baseline() -> Tensors:
-        q, k, v = leaves = [t.detach().requires_grad_() for t in few[:3]]
-        o = F.scaled_dot_product_attention(q, k, v, mask)
-        return [o.detach()] if mode == "forward" else torch.autograd.grad(o, leaves, few[3])
-
-    calls = {name: call(name) for name in ("kernelbook", "kernelbook:plain")}
-    factor = check.FORWARD_FACTOR if mode == "forward" else check.GRADIENT_FACTOR
-    first = dict.fromkeys(calls, lambda out: [t[:1, : t.shape[1] // h_kv] for t in out])
-    return timing.Problem(calls, truth, baseline, factor, first)
+    sizes: dict[str, Any] = {"B": b, "H": h, "H_kv": h_kv, "N": n, "S": s, "D": d}
+    gbytes = 2 * b * d * (h * n + h_kv * s) * dtype.itemsize / 1e9  # read: q, k, v; written: o
+    gflop = 4 * b * h * n * s * d / 1e9
+    if page:
+        op, about, build = (
+            "paged_attention",
+            {"causal": "yes", "page": page},
+            functools.partial(_paged_problem, *shape, page),
+        )
+    else:
+        op, about = "flash_attention", {"causal": "no"}
+        build = functools.partial(_problem, "forward", *shape, False, slow_ones=shape in WITH_FLEX)
+    return timing.Case(op, "forward", dtype, sizes | about, "S", s, gbytes, gflop, lambda: build(dtype=dtype))
 
 
 def _packed_case(mode: str) -> timing.Case:
@@ -376,33 +294,28 @@ def _packed_case(mode: str) -> timing.Case:
     (h, d), n, dtype = PACKED, sum(PACKED_LENGTHS), torch.bfloat16
     seen = sum(length * (length + 1) // 2 for length in PACKED_LENGTHS)
     tensors, products = (2, 2) if mode == "forward" else (4, 5)
-    sizes = {"B": 1, "H": h, "H_kv": h, "N": n, "S": n, "D": d, "causal": "yes"}
-    return timing.Case(
-        op="flash_attention",
-        mode=mode,
-        dtype=dtype,
-        shape=sizes | {"sequences": len(PACKED_LENGTHS)},
-        x_name="N",
-        x=n,
-        gbytes=(2 * tensors * n * d * h * dtype.itemsize + 4 * h * n) / 1e9,
-        gflop=2 * products * h * seen * d / 1e9,
-        build=lambda: _packed_problem(mode, dtype),
-    )
+    sizes = {"B": 1, "H": h, "H_kv": h, "N": n, "S": n, "D": d, "causal": "yes", "sequences": len(PACKED_LENGTHS)}
+    gbytes = (2 * tensors * n * d * h * dtype.itemsize + 4 * h * n) / 1e9
+    build = functools.partial(_packed_problem, mode, h, d, PACKED_LENGTHS, dtype)
+    return timing.Case("flash_attention", mode, dtype, sizes, "N", n, gbytes, 2 * products * h * seen * d / 1e9, build)
 
 
-def _packed_attentions(ends: torch.Tensor, mask: torch.Tensor) -> dict[str, Attention]:
-    """By provider: PyTorch's with the mask of (N, N), FlexAttention with one of blocks, FlashAttention-4's for this."""
+def _packed_problem(mode: str, h: int, d: int, packed: Sequence[int], dtype: torch.dtype) -> timing.Problem:
+    """PyTorch's with the mask of (N, N), FlexAttention with one of blocks, FlashAttention-4's for this."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    torch._dynamo.reset()
-    torch._functorch.config.donated_buffer = False  # see _flex
-    n, compiled = mask.shape[0], torch.compile(flex_attention, dynamic=False)
-    blocks = create_block_mask(lambda b, h, i, j: mask[i, j], None, None, n, n, device=str(runtime.DEVICE))
+    n = sum(packed)
+    *leaves, do = _inputs(1, h, h, n, n, d, dtype)
+    lengths = torch.tensor(packed, dtype=torch.int32, device=do.device)
+    ends, of = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)), torch.repeat_interleave(lengths)
+    mask = torch.ones(n, n, dtype=torch.bool, device=do.device).tril() & (of[:, None] == of)
     found: dict[str, Attention] = {
         "kernelbook": functools.partial(op.flash_attention, causal=True, cu_seqlens=ends),
         "sdpa_mask": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, mask),
-        "flex": lambda q, k, v: compiled(q, k, v, block_mask=blocks),
     }
+    if runtime.DEVICE.type == "cuda":
+        blocks = create_block_mask(lambda b, h, i, j: mask[i, j], None, None, n, n, device=str(runtime.DEVICE))
+        found["flex"] = functools.partial(compiled(flex_attention), block_mask=blocks)
     if baselines.version("flash-attn-4"):
         from flash_attn.cute import flash_attn_varlen_func
 
@@ -412,36 +325,18 @@ def _packed_attentions(ends: torch.Tensor, mask: torch.Tensor) -> dict[str, Atte
             return o.transpose(0, 1)[None]
 
         found["flash_attention_4"] = varlen
-    return found
-
-
-def _packed_problem(mode: str, dtype: torch.dtype) -> timing.Problem:
-    (h, d), n = PACKED, sum(PACKED_LENGTHS)
-    *leaves, do = _inputs(1, h, h, n, n, d, dtype)
-    few = [t[:, :1].detach() for t in leaves]  # what is checked: the first head
-    lengths = torch.tensor(PACKED_LENGTHS, dtype=torch.int32, device=do.device)
-    ends = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-    of = torch.repeat_interleave(lengths)
-    mask = torch.ones(n, n, dtype=torch.bool, device=do.device).tril() & (of[:, None] == of)
-
-    def call(attention: Attention) -> Callable[[], Tensors]:
-        if mode == "forward":
-            return lambda: [attention(*leaves).detach()]
-        o = attention(*leaves)
-        return lambda: torch.autograd.grad(o, leaves, do, retain_graph=True)
 
     def of_first_head(attention: Attention, dtype: torch.dtype) -> Tensors:
-        own = [t.to(dtype).requires_grad_() for t in few]
-        o = attention(*own)
-        return [o.detach()] if mode == "forward" else torch.autograd.grad(o, own, do[:, :1].to(dtype))
+        own = [t[:, :1].detach().to(dtype).requires_grad_() for t in leaves]
+        return passes(mode, attention, own, [do[:, :1].to(dtype)])()
 
-    calls = {name: call(attention) for name, attention in _packed_attentions(ends, mask).items()}
+    calls = {name: passes(mode, attention, leaves, [do]) for name, attention in found.items()}
     reference = functools.partial(flash_attention_reference, causal=True, cu_seqlens=ends)
     return timing.Problem(
         calls,
         lambda: of_first_head(reference, torch.float64),
-        lambda: of_first_head(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, mask), dtype),
-        check.FORWARD_FACTOR if mode == "forward" else check.GRADIENT_FACTOR,
+        lambda: of_first_head(found["sdpa_mask"], dtype),
+        _factor(mode),
         dict.fromkeys(calls, lambda out: [t[:, :1] for t in out]),
     )
 
@@ -481,30 +376,9 @@ def _paged_problem(b: int, h: int, h_kv: int, n: int, s: int, d: int, page: int,
     )
 
 
-def _first_call() -> timing.Case:
-    b, h, _, n, d, _ = SHAPES[1]
-    code = f"""
-import kernelbook as kb
-q, k, v = (torch.randn({b}, {h}, {n}, {d}, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-# first call
-kb.flash_attention(q, k, v, causal=True).sum().backward()
-"""
-    return timing.Case(
-        op="flash_attention",
-        mode="first_call",
-        dtype=torch.bfloat16,
-        shape={"B": b, "H": h, "H_kv": h, "N": n, "S": n, "D": d, "causal": "yes"},
-        x_name="N",
-        x=n,
-        gbytes=0.0,
-        gflop=0.0,
-        build=lambda: timing.FirstCall({"kernelbook": code}),
-    )
-
-
 def cases() -> Iterator[timing.Case]:
     """The named shapes, and sequences from 1,024 to 32,768 at two head sizes, causal or not, forward and backward; a small
-    shape; few queries to contiguous keys and to pages; sliding windows; packed sequences."""
+    shape; few queries to contiguous keys and to pages; packed sequences."""
     shapes = dict.fromkeys(SHAPES)
     for d in (64, 128):
         for causal in (True, False):
@@ -525,21 +399,8 @@ def cases() -> Iterator[timing.Case]:
         yield _decode_case(decoded)
     for decoded in PAGED:
         yield _decode_case(decoded, page=PAGE)
-    for window in WINDOWS:
-        for mode in ("forward", "backward"):
-            yield _window_case(mode, window)
     for mode in ("forward", "backward"):
         yield _packed_case(mode)
-    yield _first_call()
-
-
-def _alone(case: timing.Case, *, slow_ones: bool | None = None) -> timing.Case:
-    """The case without the peers that compile for each shape, or take many times as long."""
-    b, h, h_kv, n, keys, d = (int(case.shape[name]) for name in ("B", "H", "H_kv", "N", "S", "D"))
-    causal = case.shape["causal"] == "yes"
-    return dataclasses.replace(
-        case, build=lambda: _problem(case.mode, b, h, h_kv, n, keys, d, causal, case.dtype, slow_ones)
-    )
 
 
 def models() -> Iterator[timing.Case]:
@@ -547,8 +408,8 @@ def models() -> Iterator[timing.Case]:
     for name in WITH_HEADS:
         h, h_kv, d = MODELS[name].heads, MODELS[name].kv_heads, MODELS[name].head_dim
         for mode in ("forward", "backward"):
-            yield _alone(_case(mode, (1, h, h_kv, 4096, d, True)), slow_ones=False)
-        yield _alone(_case("forward", (1, h, h_kv, 1000, d, True)), slow_ones=False)
+            yield _case(mode, (1, h, h_kv, 4096, d, True), slow_ones=False)
+        yield _case("forward", (1, h, h_kv, 1000, d, True), slow_ones=False)
         yield _decode_case((8, h, h_kv, 1, 4096, d))
 
 

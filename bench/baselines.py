@@ -8,13 +8,10 @@ import importlib.metadata
 import importlib.util
 import os
 import sys
-import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
-
-__all__ = ["axolotl", "has", "none", "peer_version", "unsloth", "version"]
+__all__ = ["axolotl", "has", "none", "peer_version", "version"]
 
 _hidden = False
 
@@ -68,17 +65,3 @@ def axolotl(module: str) -> Any:
     """A module of axolotl's ScatterMoE, without the packages above it: their imports need all that axolotl installs."""
     package = _empty_packages("axolotl", "integrations", "kernels", "libs", "scattermoe_lora")
     return importlib.import_module(f"{package}.{module}")
-
-
-@functools.cache
-def unsloth() -> Any:
-    """Unsloth's grouped product, without the packages above it; what it asks of them is said here, for one GPU of NVIDIA."""
-    _empty_packages("unsloth", "kernels")
-    asked: dict[str, dict[str, Any]] = {
-        "unsloth": {"DEVICE_TYPE": "cuda"},
-        "unsloth.device_type": {"cuda_visible_capabilities": lambda: [torch.cuda.get_device_capability()]},
-        "unsloth.kernels.utils": {"torch_gpu_device": torch.cuda.device},
-    }
-    for name, values in asked.items():
-        vars(sys.modules.setdefault(name, types.ModuleType(name))).update(values)
-    return importlib.import_module("unsloth.kernels.moe.grouped_gemm.interface").grouped_gemm

@@ -1,11 +1,9 @@
 """What Nsight Compute counts inside kernels: ``python -m bench.counters``, on a GPU with ``ncu`` on the path.
 
-- ``counters.csv``: of each function and pass the longest kernel, at the recorded shape whose share of the bound is the middle one;
 - ``profile.csv``: the kernels that the chapter "A kernel is wrong, a kernel is slow" reads;
 - ``slow_kernels.csv``: those that it asks about.
 
-What of ``counters.csv`` is of today's kernels already is not counted again. Each call runs in a process of its own, once to be
-compiled and once to be counted.
+Each call runs in a process of its own, once to be compiled and once to be counted.
 """
 
 import argparse
@@ -17,17 +15,15 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import torch
 
-import bench
 import kernelbook as kb
 from kernelbook import runtime, study
-from kernelbook.lab import measured, record, stale, timing
+from kernelbook.lab import record, stale
 
-__all__ = ["count", "longest", "main", "middle_cases", "read_raw"]
+__all__ = ["main", "read_raw"]
 
 SECTIONS = ("SpeedOfLight", "LaunchStats", "Occupancy", "SchedulerStats", "WarpStateStats")
 # Of some hundred metrics those that pages read
@@ -70,26 +66,10 @@ def slow_kernels() -> dict[str, tuple[str, Callable[[], Callable[[], object]]]]:
     return {name: (problem, lambda call=call: call) for name, (problem, call) in slow.calls("cuda").items()}  # type: ignore[misc]
 
 
-def middle_cases() -> dict[str, timing.Case]:
-    """For each function and pass, of what is recorded on this GPU, the case with the middle share of the bound."""
-    benches = bench.benches(bench.CASE_BY_CASE)
-    cases = {str(case): case for one in benches for case in (*(one.cases() if one.cases else ()), *one.models())}
-    found = measured.bounded(record.device_slug())
-    columns = [found[name] for name in ("op", "mode", "dtype", "shape", "x_name", "x")]
-    names = [
-        f"{op} {mode} {dtype} {shape} {of}={x:.12g}" for op, mode, dtype, shape, of, x in zip(*columns, strict=True)
-    ]
-    found = found.assign(case=names)
-    return {name: cases[name] for name in measured.middles(found.loc[found["case"].isin(list(cases))])["case"]}
-
-
 def count(what: str, name: str) -> None:
     """What runs under Nsight Compute: a call once to compile it, then once to be counted."""
-    torch.manual_seed(0)  # as where it is timed
-    if what == "counters":
-        call: Any = middle_cases()[name].build().providers["kernelbook"]
-    else:
-        call = (PROFILED if what == "profile" else slow_kernels())[name][1]()
+    torch.manual_seed(0)
+    call = (PROFILED if what == "profile" else slow_kernels())[name][1]()
     call()
     torch.cuda.synchronize()
     torch.cuda.profiler.start()
@@ -126,13 +106,6 @@ def read_raw(text: str) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=columns)
 
 
-def longest(rows: pd.DataFrame) -> pd.DataFrame:
-    """Of :func:`read_raw` the kernel that took longest."""
-    times = rows.loc[rows["metric"] == "gpu__time_duration.sum"]
-    launch = times["value"].astype(float).idxmax()
-    return rows.loc[rows["launch"] == rows.loc[launch, "launch"]].drop(columns="launch")
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Counts what is missing; 1 if something was not counted."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -145,19 +118,6 @@ def main(arguments: list[str] | None = None) -> int:
         print("counters: expected a GPU, and Nsight Compute's 'ncu' on the path", file=sys.stderr)
         return 2
     folder, missing = record.results_dir() / record.device_slug(), []
-    there: set[tuple[Any, ...]] = set()
-    if (folder / "counters.csv").exists():
-        rows = record.load_results("counters", folder.name)
-        there = set(rows.loc[rows["state"] == stale.CURRENT, ["op", "mode"]].itertuples(index=False, name=None))
-    for name, case in middle_cases().items():
-        if (case.op, case.mode) not in there:
-            rows = counted("counters", name)
-            about = dict(zip(("op", "mode", "dtype", "shape", "x_name", "x"), case.key, strict=True))
-            if len(rows):
-                rows = pd.DataFrame([about] * len(longest(rows))).join(longest(rows).reset_index(drop=True))
-                rows = rows.assign(**record.environment("counters", case.op))
-                record.write_results(folder / "counters.csv", rows, key=("op", "mode", "metric"))
-            missing += [name] * (not len(rows))
     for what, problems in (("profile", PROFILED), ("slow_kernels", slow_kernels())):
         for kernel, (problem, _) in problems.items():
             rows = counted(what, kernel)

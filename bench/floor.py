@@ -54,11 +54,7 @@ def read_rows(matrices: Sequence[torch.Tensor], rows: torch.Tensor | None = None
     Returns:
         (programs,) int32: exclusive ors of the words that were read; :func:`fold` joins them.
     """
-    if not 1 <= len(matrices) <= 3:
-        raise ValueError(f"read_rows: matrices must be one to three, got {len(matrices)}")
     a, *others = (_words(matrix) for matrix in matrices)
-    if any(other.shape != a.shape for other in others) or not all(matrix.is_contiguous() for matrix in matrices):
-        raise ValueError("read_rows: matrices must be contiguous and have one shape")
     count = len(a) if rows is None else len(rows)
     # 2,048 words a program at least: eight loads of 16 bytes under way in each thread of two warps.
     block_w = max(32, min(2048, triton.next_power_of_2(a.shape[1])))

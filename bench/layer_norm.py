@@ -7,12 +7,12 @@ import functools
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 
-from bench import Bench, baselines
+from bench import Bench, baselines, compiled, passes
 from bench.models import MODELS
 from kernelbook import check, memory, runtime
 from kernelbook.lab import record, timing
@@ -35,36 +35,19 @@ EPS, RMS_EPS = 1e-5, 1e-6
 NAMED_SHAPES = ((4096, 1024), (4096, 4096), (4096, 8192), (4096, 15872), (65536, 4096))
 SMALL_SHAPES = ((64, 256), (512, 1024))
 SWEEP_M, SWEEP_N = 4096, tuple(512 * i for i in range(2, 32))
-
-BARRIER_COLUMNS = ("run", "op", "variant", "dtype", "shape", "runs", "wrong", *record.ENVIRONMENT)
+# By function and mode: tensors of (M, N) that are read or written, and operations for each of its numbers.
+COUNTS = {
+    ("layer_norm", "forward"): (2, 8),
+    ("layer_norm", "backward"): (3, 14),
+    ("layer_norm", "forward_backward"): (5, 22),
+    ("rms_norm", "forward"): (2, 4),
+    ("rms_norm", "backward"): (3, 10),
+}
 BARRIER_KEY = ("op", "variant", "dtype", "shape")
 
-LayerNorm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-def _layer_norms(with_compile: bool | None) -> dict[str, LayerNorm]:
-    """The forward function of each provider that is installed; ``None``: of PyTorch's and ours alone."""
-
-    def torch_layer_norm(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return F.layer_norm(x, w.shape, w, b, EPS)
-
-    providers: dict[str, LayerNorm] = {"torch": torch_layer_norm}
-    if with_compile:
-        torch._dynamo.reset()
-        # Donated buffers forbid to run a backward pass twice, which is what measuring does.
-        torch._functorch.config.donated_buffer = False
-        providers["torch.compile"] = torch.compile(torch_layer_norm, dynamic=False)
-        ours = torch.compile(lambda x, w, b: op.layer_norm(x, w, b, EPS), dynamic=False, fullgraph=True)
-        providers["kernelbook:compiled"] = ours
-    if with_compile is not None and baselines.has("liger_kernel"):
-        from liger_kernel.ops.layer_norm import LigerLayerNormFunction
-
-        def liger_layer_norm(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-            return LigerLayerNormFunction.apply(x, w, b, EPS)
-
-        providers["liger"] = liger_layer_norm
-    providers["kernelbook"] = functools.partial(op.layer_norm, eps=EPS)
-    return providers
+Tensors = Sequence[torch.Tensor]
+# Of x (M, N), weight (N,) and bias (N,), or for RMSNorm a residual (M, N) if one is to be added: the rows, and with it the sum.
+Norm = Callable[..., Any]
 
 
 def _inputs(m: int, n: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -75,255 +58,152 @@ def _inputs(m: int, n: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     return x, w, b, dy
 
 
-def _listed(norm: LayerNorm, *inputs: torch.Tensor) -> Callable[[], Sequence[torch.Tensor]]:
-    return lambda: [norm(*inputs)]
+def _layer_norms() -> dict[str, Norm]:
+    """The forward function of each provider that is installed."""
+    found: dict[str, Norm] = {
+        "torch": lambda x, w, b: F.layer_norm(x, w.shape, w, b, EPS),
+        "kernelbook": lambda x, w, b: op.layer_norm(x, w, b, EPS),
+    }
+    if baselines.has("liger_kernel"):
+        from liger_kernel.ops.layer_norm import LigerLayerNormFunction
+
+        found["liger"] = lambda x, w, b: LigerLayerNormFunction.apply(x, w, b, EPS)
+    return found
 
 
-def _quack(
-    mode: str, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, dy: torch.Tensor
-) -> Callable[[], Sequence[torch.Tensor]]:
-    """Its parameters are float32 alone, and there is no autograd around its passes."""
+def _rms_norms() -> dict[str, Norm]:
+    """The same for RMSNorm."""
+
+    def by_torch(x: torch.Tensor, w: torch.Tensor, *residual: torch.Tensor) -> Any:
+        total = x + residual[0] if residual else x
+        normed = F.rms_norm(total, w.shape, w, RMS_EPS)
+        return (normed, total) if residual else normed
+
+    def ours(x: torch.Tensor, w: torch.Tensor, *residual: torch.Tensor) -> Any:
+        return op.rms_norm(x, w, RMS_EPS, residual=residual[0]) if residual else op.rms_norm(x, w, RMS_EPS)
+
+    found: dict[str, Norm] = {"torch": by_torch, "kernelbook": ours}
+    if baselines.has("liger_kernel"):
+        from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
+        from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+        def liger(x: torch.Tensor, w: torch.Tensor, *residual: torch.Tensor) -> Any:
+            # Not in place: its backward pass would otherwise write into the upstream gradient, which is given again.
+            if residual:
+                return LigerFusedAddRMSNormFunction.apply(x, residual[0], w, RMS_EPS, 0.0, "llama", False)
+            return LigerRMSNormFunction.apply(x, w, RMS_EPS, 0.0, "llama", False)
+
+        found["liger"] = liger
+    if baselines.has("quack"):
+        from quack import rmsnorm
+
+        def quack(x: torch.Tensor, w: torch.Tensor, *residual: torch.Tensor) -> Any:
+            if residual:
+                return rmsnorm(x, w, residual=residual[0], eps=RMS_EPS, prenorm=True)
+            return rmsnorm(x, w, eps=RMS_EPS)
+
+        found["quack"] = quack
+    return found
+
+
+def _quack(mode: str, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, dy: torch.Tensor) -> Callable[[], Tensors]:
+    """Its LayerNorm, whose parameters are float32 alone; there is no autograd around its passes."""
     from quack.rmsnorm import layernorm_bwd, layernorm_fwd
 
     x, w, b = x.detach(), w.detach().float(), b.detach().float()
     if mode == "forward":
         return lambda: [layernorm_fwd(x, w, b, eps=EPS)]
 
-    def forward() -> Sequence[torch.Tensor]:
+    def forward() -> Tensors:
         return layernorm_fwd(x, w, b, eps=EPS, return_rstd=True, return_mean=True)
 
     saved = forward()
 
-    def backward() -> Sequence[torch.Tensor]:
+    def backward() -> Tensors:
         _, rstd, mean = forward() if mode == "forward_backward" else saved
         return layernorm_bwd(x, w, dy, rstd, mean)
 
     return backward
 
 
-def _forward(m: int, n: int, dtype: torch.dtype, with_compile: bool | None) -> timing.Problem:
-    x, w, b, dy = _inputs(m, n, dtype)
-    norms = _layer_norms(with_compile)
-    providers = {name: _listed(norm, x, w, b) for name, norm in norms.items()}
-    if with_compile is not None and baselines.has("quack"):
-        providers["quack"] = _quack("forward", x, w, b, dy)
-    return timing.Problem(
-        providers=providers,
-        truth=lambda: [layer_norm_reference(x.double(), w.double(), b.double(), EPS)],
-        baseline=lambda: [norms["torch"](x, w, b)],
-        factor=check.FORWARD_FACTOR,
-    )
-
-
-def _backward(m: int, n: int, dtype: torch.dtype, with_compile: bool | None) -> timing.Problem:
-    x, w, b, dy = _inputs(m, n, dtype)
-    leaves = tuple(tensor.requires_grad_() for tensor in (x, w, b))
-
-    def gradients(norm: LayerNorm) -> Callable[[], Sequence[torch.Tensor]]:
-        y = norm(*leaves)
-        return lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True)
-
-    norms = _layer_norms(with_compile)
-    norms["kernelbook:locks"] = functools.partial(study.layer_norm_with_locks, eps=EPS)
-    providers = {name: gradients(norm) for name, norm in norms.items()}
-    if with_compile is not None and baselines.has("quack"):
-        providers["quack"] = _quack("backward", x, w, b, dy)
-    return timing.Problem(
-        providers=providers,
-        truth=lambda: layer_norm_backward_reference(dy.double(), x.detach().double(), w.detach().double(), EPS),
-        baseline=providers["torch"],
-        factor=check.GRADIENT_FACTOR,
-        views={"quack": lambda gradients: [gradient.to(dtype) for gradient in gradients]},
-    )
-
-
-def _forward_backward(m: int, n: int, dtype: torch.dtype, with_compile: bool | None) -> timing.Problem:
-    x, w, b, dy = _inputs(m, n, dtype)
-    leaves = tuple(tensor.requires_grad_() for tensor in (x, w, b))
-
-    def step(norm: LayerNorm) -> Callable[[], Sequence[torch.Tensor]]:
-        return lambda: torch.autograd.grad(norm(*leaves), leaves, dy)
-
-    providers = {name: step(norm) for name, norm in _layer_norms(with_compile).items()}
-    if with_compile is not None and baselines.has("quack"):
-        providers["quack"] = _quack("forward_backward", x, w, b, dy)
-    return timing.Problem(
-        providers=providers,
-        truth=lambda: layer_norm_backward_reference(dy.double(), x.detach().double(), w.detach().double(), EPS),
-        baseline=providers["torch"],
-        factor=check.GRADIENT_FACTOR,
-        views={"quack": lambda gradients: [gradient.to(dtype) for gradient in gradients]},
-    )
-
-
-def _case(mode: str, m: int, n: int, dtype: torch.dtype, with_compile: bool | None) -> timing.Case:
-    build = {"forward": _forward, "backward": _backward, "forward_backward": _forward_backward}[mode]
-    tensors, operations = {"forward": (2, 8), "backward": (3, 14), "forward_backward": (5, 22)}[mode]
-    return timing.Case(
-        op="layer_norm",
-        mode=mode,
-        dtype=dtype,
-        shape={"M": m, "N": n},
-        x_name="N",
-        x=n,
-        gbytes=tensors * m * n * dtype.itemsize / 1e9,
-        gflop=operations * m * n / 1e9,
-        build=lambda: build(m, n, dtype, with_compile),
-    )
-
-
-# --- rms_norm -------------------------------------------------------------------------------------------------------
-
-# x (M, N), weight (N,) and, where it is to be added, a residual (M, N) -> the normalized rows and, with it, the sum.
-RMSNorm = Callable[..., Sequence[torch.Tensor]]
-
-
-def _rms_norms(with_compile: bool | None) -> dict[str, RMSNorm]:
-    """The forward function of each provider that is installed; ``None``: of PyTorch's and ours alone."""
-
-    def torch_rms_norm(x: torch.Tensor, w: torch.Tensor, *residual: torch.Tensor) -> Sequence[torch.Tensor]:
-        total = x + residual[0] if residual else x
-        return (F.rms_norm(total, w.shape, w, RMS_EPS), total)[: 1 + len(residual)]
-
-    def ours(x: torch.Tensor, w: torch.Tensor, *residual: torch.Tensor) -> Sequence[torch.Tensor]:
-        return op.rms_norm(x, w, RMS_EPS, residual=residual[0]) if residual else (op.rms_norm(x, w, RMS_EPS),)
-
-    providers: dict[str, RMSNorm] = {"torch": torch_rms_norm}
-    if with_compile:
-        torch._dynamo.reset()
-        torch._functorch.config.donated_buffer = False
-        providers["torch.compile"] = torch.compile(torch_rms_norm, dynamic=False)
-        providers["kernelbook:compiled"] = torch.compile(ours, dynamic=False, fullgraph=True)
-    if with_compile is not None and baselines.has("liger_kernel"):
-        from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
-        from liger_kernel.ops.rms_norm import LigerRMSNormFunction
-
-        def liger_rms_norm(x: torch.Tensor, w: torch.Tensor, *residual: torch.Tensor) -> Sequence[torch.Tensor]:
-            # Not in place: its backward pass would otherwise write into the upstream gradient, which is given again.
-            if residual:
-                return LigerFusedAddRMSNormFunction.apply(x, residual[0], w, RMS_EPS, 0.0, "llama", False)
-            return (LigerRMSNormFunction.apply(x, w, RMS_EPS, 0.0, "llama", False),)
-
-        providers["liger"] = liger_rms_norm
-    if with_compile is not None and baselines.has("quack"):
-        from quack import rmsnorm
-
-        def quack_rms_norm(x: torch.Tensor, w: torch.Tensor, *residual: torch.Tensor) -> Sequence[torch.Tensor]:
-            if residual:
-                return rmsnorm(x, w, residual=residual[0], eps=RMS_EPS, prenorm=True)
-            return (rmsnorm(x, w, eps=RMS_EPS),)
-
-        providers["quack"] = quack_rms_norm
-    providers["kernelbook"] = ours
-    return providers
-
-
-def _rms_problem(
-    mode: str, m: int, n: int, dtype: torch.dtype, residual: bool, with_compile: bool | None
+def _problem(
+    name: str, mode: str, m: int, n: int, dtype: torch.dtype, with_compile: bool, residual: bool
 ) -> timing.Problem:
-    x, w, _, dy = _inputs(m, n, dtype)
-    given = [x, w, *([torch.randn_like(x)] if residual else [])]
-    up = [dy, *([torch.randn_like(x)] if residual else [])]
-
-    def reference(leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        found = rms_norm_reference(leaves[0], leaves[1], RMS_EPS, *leaves[2:])
-        return list(found) if residual else [found]
-
-    norms = _rms_norms(with_compile)
-    if mode == "forward":
-        forward = {name: functools.partial(norm, *given) for name, norm in norms.items()}
-        return timing.Problem(
-            providers=forward,
-            truth=lambda: reference([t.double() for t in given]),
-            baseline=forward["torch"],
-            factor=check.FORWARD_FACTOR,
-        )
+    x, w, b, dy = _inputs(m, n, dtype)
+    more = [torch.randn_like(x) for _ in range(2 * residual)]  # what is added, and the gradient of the sum
+    given, up = [x, w, *more[:1]], [dy, *more[1:]]
+    norms = _rms_norms()
+    if name == "layer_norm":
+        given, norms = [x, w, b], _layer_norms()
+    if with_compile:
+        norms["torch.compile"] = compiled(norms["torch"])
+        norms["kernelbook:compiled"] = compiled(norms["kernelbook"], fullgraph=True)
+    if name == "layer_norm" and mode == "backward":
+        norms["kernelbook:locks"] = functools.partial(study.layer_norm_with_locks, eps=EPS)
     leaves = [t.requires_grad_() for t in given]
+    calls = {provider: passes(mode, norm, leaves, up) for provider, norm in norms.items()}
+    views = {}
+    if name == "layer_norm" and baselines.has("quack"):
+        calls["quack"] = _quack(mode, x, w, b, dy)
+        views["quack"] = lambda outputs: [output.to(dtype) for output in outputs]
 
-    def backward(norm: RMSNorm) -> Callable[[], Sequence[torch.Tensor]]:
-        results = norm(*leaves)
-        return lambda: torch.autograd.grad(results, leaves, up, retain_graph=True)
+    def reference(x: torch.Tensor, w: torch.Tensor, *more: torch.Tensor) -> Any:
+        if name == "layer_norm":
+            return layer_norm_reference(x, w, more[0], EPS)
+        return rms_norm_reference(x, w, RMS_EPS, *more)
 
-    def truth() -> Sequence[torch.Tensor]:
+    def truth() -> Tensors:
         exact = [t.detach().double().requires_grad_() for t in leaves]
-        return torch.autograd.grad(reference(exact), exact, [t.double() for t in up])
+        return passes(mode, reference, exact, [t.double() for t in up])()
 
-    providers = {name: backward(norm) for name, norm in norms.items()}
-    return timing.Problem(providers=providers, truth=truth, baseline=providers["torch"], factor=check.GRADIENT_FACTOR)
-
-
-def _rms_case(mode: str, m: int, n: int, *, residual: bool = False, with_compile: bool | None = False) -> timing.Case:
-    tensors = {"forward": 2, "backward": 3}[mode] + (residual * (2 if mode == "forward" else 1))
-    dtype = torch.bfloat16
-    return timing.Case(
-        op="rms_norm",
-        mode=mode,
-        dtype=dtype,
-        shape={"M": m, "N": n, **({"residual": 1} if residual else {})},
-        x_name="N",
-        x=n,
-        gbytes=tensors * m * n * dtype.itemsize / 1e9,
-        gflop=(4 if mode == "forward" else 10) * m * n / 1e9,
-        build=lambda: _rms_problem(mode, m, n, dtype, residual, with_compile),
-    )
+    factor = check.FORWARD_FACTOR if mode == "forward" else check.GRADIENT_FACTOR
+    return timing.Problem(calls, truth, calls["torch"], factor, views)
 
 
-def _rms_cases() -> Iterator[timing.Case]:
-    for mode in ("forward", "backward"):
-        for m, n in NAMED_SHAPES:
-            yield _rms_case(mode, m, n, with_compile=True)
-        for m, n in ((4096, 4096), (65536, 4096)):
-            yield _rms_case(mode, m, n, residual=True, with_compile=True)
-        for n in SWEEP_N:
-            if (SWEEP_M, n) not in NAMED_SHAPES:
-                yield _rms_case(mode, SWEEP_M, n)
-
-
-def _first_call(n: int) -> timing.Case:
-    code = f"""
-import kernelbook as kb
-x = torch.randn(4096, {n}, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-w = torch.ones({n}, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-# first call
-kb.layer_norm(x, w).backward(x)
-"""
-    return timing.Case(
-        op="layer_norm",
-        mode="first_call",
-        dtype=torch.bfloat16,
-        shape={"M": 4096, "N": n},
-        x_name="N",
-        x=n,
-        gbytes=0.0,
-        gflop=0.0,
-        build=lambda: timing.FirstCall({"kernelbook": code}),
-    )
+def _case(
+    name: str,
+    mode: str,
+    m: int,
+    n: int,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    with_compile: bool = False,
+    residual: bool = False,
+) -> timing.Case:
+    tensors, operations = COUNTS[name, mode]
+    tensors += residual * (2 if mode == "forward" else 1)
+    gbytes, gflop = tensors * m * n * dtype.itemsize / 1e9, operations * m * n / 1e9
+    shape = {"M": m, "N": n} | ({"residual": 1} if residual else {})
+    build = functools.partial(_problem, name, mode, m, n, dtype, with_compile, residual)
+    return timing.Case(name, mode, dtype, shape, "N", n, gbytes, gflop, build)
 
 
 def cases() -> Iterator[timing.Case]:
-    """Small shapes, where the host decides; the chapter's table with every peer; a sweep over N without torch.compile; and a
-    first call."""
+    """Small shapes, where the host decides; the chapter's table with every peer; a sweep over N without torch.compile."""
     for m, n in SMALL_SHAPES:
         for mode in ("forward", "forward_backward"):
-            yield _case(mode, m, n, torch.bfloat16, with_compile=True)
+            yield _case("layer_norm", mode, m, n, with_compile=True)
     for m, n in NAMED_SHAPES:
         for dtype in (torch.bfloat16, torch.float16):
             for mode in ("forward", "backward"):
-                yield _case(mode, m, n, dtype, with_compile=True)
-    for n in SWEEP_N:
-        if (SWEEP_M, n) not in NAMED_SHAPES:
-            for mode in ("forward", "backward"):
-                yield _case(mode, SWEEP_M, n, torch.bfloat16, with_compile=False)
-    yield from _rms_cases()
-    yield _first_call(4096)
+                yield _case("layer_norm", mode, m, n, dtype, with_compile=True)
+    for mode in ("forward", "backward"):
+        for m, n in NAMED_SHAPES:
+            yield _case("rms_norm", mode, m, n, with_compile=True)
+        for m, n in ((4096, 4096), (65536, 4096)):
+            yield _case("rms_norm", mode, m, n, residual=True, with_compile=True)
+        for name in ("layer_norm", "rms_norm"):
+            for n in SWEEP_N:
+                if (SWEEP_M, n) not in NAMED_SHAPES:
+                    yield _case(name, mode, SWEEP_M, n)
 
 
 def models() -> Iterator[timing.Case]:
     """The widths of this year's models: RMSNorm, which they all use, on a prompt; LayerNorm on a short one."""
     for n in sorted({model.hidden for model in MODELS.values()}):
         for mode in ("forward", "backward"):
-            yield _rms_case(mode, 8192, n, with_compile=True)
-            yield _case(mode, 1000, n, torch.bfloat16, with_compile=False)
+            yield _case("rms_norm", mode, 8192, n, with_compile=True)
+            yield _case("layer_norm", mode, 1000, n)
 
 
 def host_calls() -> dict[str, Callable[[], object]]:
@@ -391,7 +271,7 @@ def barrier_experiment(*, runs: int = 100) -> pd.DataFrame:
         for buffers in (1, 8, 64)
         for barrier in (True, False)
     ]
-    return pd.DataFrame(rows, columns=list(BARRIER_COLUMNS))
+    return pd.DataFrame(rows)
 
 
 def extras() -> Iterator[tuple[str, pd.DataFrame]]:

@@ -5,37 +5,27 @@ All providers are the same module of transformers with the same LoRA, which PEFT
 - ``eager``, ``grouped_mm``, ``batched_mm``: transformers' own implementations on bfloat16 weights, with what PEFT does for
   them (it adds each pair to the whole weight);
 - ``axolotl``: its ScatterMoE on the same bfloat16 weights, where it is installed, with the pairs as its patch of PEFT hands them on;
-- ``kernelbook``: ours on 4-bit experts, ``kernelbook:all`` and ``:count`` with that choice of experts instead of the automatic
-  one where it differs, and ``kernelbook:dense`` on the bfloat16 weights.
+- ``kernelbook``: ours on 4-bit experts, and ``kernelbook:dense`` on the bfloat16 weights.
 
 The bfloat16 weights are what the 4-bit ones stand for, so all compute the same. Mode ``forward`` is without LoRA and
 gradients, as in decoding; ``forward_backward`` gives the gradients of the input, of the gates and of the LoRA parameters.
 Memory is counted beyond the weights: the 4-bit ones take 0.28 times the bfloat16 ones' bytes in addition.
 """
 
-from __future__ import annotations
-
-import contextlib
 import copy
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from bench import Bench, baselines
 from kernelbook import check, runtime
-from kernelbook.lab import profiling, record, timing
 from kernelbook.lab.timing import Case, Problem
 from kernelbook.nf4 import nf4_quantize
 from kernelbook.nn import moe
-from kernelbook.train.capture import Captured
 
-if TYPE_CHECKING:
-    import pandas as pd
-
-__all__ = ["BENCH", "cases", "extras", "host_calls"]
+__all__ = ["BENCH", "cases", "host_calls"]
 
 
 # experts, hidden size, intermediate size, experts of a token
@@ -49,7 +39,6 @@ ZIPF = 0.5  # experts' preferences fall off like 1 / sqrt(rank): of 128 the most
 # By model: tokens of a forward pass without LoRA, and of a training step with it.
 DECODING = {"Qwen3-30B-A3B": (1, 4, 8, 16, 64, 2048), "OLMoE-1B-7B": (1, 8, 2048), "Mixtral-8x7B": (1, 2048)}
 TRAINING = {"Qwen3-30B-A3B": (16, 128, 2048, 8192), "OLMoE-1B-7B": (16, 2048), "Mixtral-8x7B": (16, 2048)}
-PEERS = ("eager", "grouped_mm", "batched_mm", "axolotl")
 BATCHED_TOKENS = 16  # batched_mm copies the weights of each pair
 EAGER_TOKENS, EAGER_EXPERTS = (1, 16, 2048), 128  # a loop over many experts takes its time to measure
 
@@ -156,17 +145,14 @@ class _Layer:
 
     def call(self, provider: str) -> tuple[Callable[..., torch.Tensor], list[torch.nn.Parameter]]:
         """The provider's forward pass of (x, ids, gates), and the parameters that it trains."""
-        own, _, variant = provider.partition(":")
-        implementation = own if own in PEERS else "kernelbook"
-        kind = "dense" if own in PEERS or variant == "dense" else "quantized"
+        kind = "quantized" if provider == "kernelbook" else "dense"
 
         def forward(x: torch.Tensor, ids: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-            self.config._experts_implementation = implementation
-            self.quantized.kernelbook_active = variant or "auto"
+            self.config._experts_implementation = provider.removesuffix(":dense")
             out: torch.Tensor = self.modules[kind](x, ids, gates)
             return out
 
-        return self._axolotl if own == "axolotl" else forward, self.parameters[kind]
+        return self._axolotl if provider == "axolotl" else forward, self.parameters[kind]
 
     def _axolotl(self, x: torch.Tensor, ids: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
         """What axolotl's patch of PEFT does in front of its kernels: each pair is cast and laid out anew."""
@@ -204,20 +190,6 @@ def _inputs(
     return x, _routing(tokens, experts, slots, seed, zipf), (gates / gates.sum(1, keepdim=True)).to(torch.bfloat16)
 
 
-def _providers(mode: str, tokens: int, sizes: Sequence[int]) -> list[str]:
-    names = ["grouped_mm", "kernelbook:dense", "kernelbook"]
-    if sizes[0] >= EAGER_EXPERTS and tokens in EAGER_TOKENS:
-        names.insert(0, "eager")
-    if mode == "forward" and tokens <= BATCHED_TOKENS and sizes[0] > 8:
-        names.insert(0, "batched_mm")
-    if baselines.has("axolotl"):
-        names.append("axolotl")
-    names.append("kernelbook:all")  # every expert is made dense first
-    if tokens == 16 and sizes[0] > 8:
-        names.append("kernelbook:count")
-    return names
-
-
 def _problem(mode: str, tokens: int, sizes: Sequence[int], zipf: float = 0.0) -> Problem:
     layer = _Layer(sizes, RANK if mode == "forward_backward" else None)
     x, ids, gates = _inputs(tokens, sizes, zipf=zipf)
@@ -251,8 +223,15 @@ def _problem(mode: str, tokens: int, sizes: Sequence[int], zipf: float = 0.0) ->
             return [out]
         return gradients(out, [own, weighting, *layer.parameters["dense"]])
 
+    names = ["grouped_mm", "kernelbook:dense", "kernelbook"]
+    if sizes[0] >= EAGER_EXPERTS and tokens in EAGER_TOKENS:
+        names.insert(0, "eager")
+    if mode == "forward" and tokens <= BATCHED_TOKENS and sizes[0] > 8:
+        names.insert(0, "batched_mm")
+    if baselines.has("axolotl"):
+        names.append("axolotl")
     return Problem(
-        providers={name: provider(name) for name in _providers(mode, tokens, sizes)},
+        providers={name: provider(name) for name in names},
         truth=lambda: plain(torch.float64),
         baseline=lambda: plain(torch.bfloat16),
         factor=check.FORWARD_FACTOR if mode == "forward" else check.GRADIENT_FACTOR,
@@ -294,113 +273,7 @@ def cases() -> Iterator[Case]:
             yield _case("forward", 64, sizes, ZIPF)
 
 
-# --- what choosing costs --------------------------------------------------------------------------------------------
-
-CHOICE_KEY = ("gpu", "way", "graph", "tokens")
-
-
-def choosing_experiment(repeats: int = 10) -> pd.DataFrame:
-    """Layers one after the other in decoding, by wall clock: what the host's part costs, which a single call's time hides.
-
-    Eight layers of Qwen3-30B-A3B's size, forward. ``way``: ``auto`` is what ours do on 4-bit experts by themselves (few rows
-    are multiplied by experts that are decoded in the products); ``all``, ``bound``, ``count`` make experts dense first and are
-    ways to choose which, of which the last makes the host wait; ``dense`` are ours on bfloat16 weights, ``grouped_mm`` is
-    transformers'. With ``graph`` the layers are captured into a CUDA graph and replayed, which takes the host out.
-    Columns: way, graph, tokens, experts (that become dense, on average), layer_ms.
-    """
-    import pandas as pd
-
-    sizes, layers = MODELS["Qwen3-30B-A3B"], 8
-    layer = _Layer(sizes, None)
-    rows = []
-    for tokens in (1, 4, 8, 16, 32):
-        inputs = [_inputs(tokens, sizes, i) for i in range(layers)]
-        for way in ("auto", "all", "bound", "count", "dense", "grouped_mm"):
-            if way == "bound" and tokens * sizes[3] >= sizes[0]:
-                continue
-            forward, _ = layer.call(way if way in PEERS else f"kernelbook:{way}")
-            experts = []
-            if way in ("all", "bound", "count"):
-                found = [moe.choose_experts(ids, sizes[0], way)[0] for _, ids, _ in inputs]
-                experts = [sizes[0] if chosen is None else len(chosen) for chosen in found]
-
-            def run(inputs: Any = inputs, forward: Any = forward) -> None:
-                for given in inputs:
-                    forward(*given)
-
-            with torch.no_grad():
-                calls: dict[bool, Callable[[], Any]] = {False: run}
-                if way in PEERS:
-                    with contextlib.suppress(RuntimeError):  # some versions cannot be captured
-                        calls[True] = Captured(run)
-                elif way != "count":  # nor can a wait
-                    calls[True] = Captured(run)
-                for call in calls.values():
-                    for _ in range(3):
-                        call()
-                rows += [
-                    {
-                        "way": way,
-                        "graph": graph,
-                        "tokens": tokens,
-                        "experts": f"{sum(experts) / len(experts):.4g}" if experts else "",
-                        "layer_ms": f"{timing.wall(call, samples=repeats)[0].ms / layers:.4g}",
-                    }
-                    for graph, call in calls.items()
-                ]
-    about = record.environment("moe_block_choice")
-    return pd.DataFrame([{**row, **about} for row in rows])
-
-
-PARTS_KEY = ("gpu", "provider", "tokens", "part")
 # What a kernel belongs to, by what its name contains; the first that fits.
-PARTS = {
-    "dequantize": ("nf4_dequantize",),
-    "gradients of A and B": ("moe_lora_bwd", "wgrad", "recompute"),
-    "routing": ("_route_", "sort", "Sort", "histc", "Histogram", "kernelHistogram", "scan", "Scan"),
-    "products": ("moe_lora", "_rows_kernel", "gemm", "Gemm", "cutlass", "nvjet", "grouped", "gemv"),
-}
-
-
-part_of = functools.partial(profiling.part_of, parts=PARTS)
-
-
-def parts_experiment(repeats: int = 5) -> pd.DataFrame:
-    """Where the time of forward and backward goes, by the profiler, with a warm cache.
-
-    Columns: provider, tokens, part, part_ms, launches.
-    """
-    import pandas as pd
-
-    sizes = MODELS["Qwen3-30B-A3B"]
-    rows = []
-    for tokens in (16, 2048):
-        problem = _problem("forward_backward", tokens, sizes)
-        for provider in ("kernelbook", "kernelbook:dense", "grouped_mm"):
-            call = problem.providers[provider]
-            for _ in range(3):
-                call()
-            found = profiling.sums(profiling.device_kernels(call, calls=repeats), part_of, calls=repeats)
-            rows += [
-                {
-                    "provider": provider,
-                    "tokens": tokens,
-                    "part": part,
-                    "part_ms": f"{ms:.4g}",
-                    "launches": f"{launches:g}",
-                }
-                for part, (ms, launches) in found.items()
-            ]
-    about = record.environment("moe_block_parts")
-    return pd.DataFrame([{**row, **about} for row in rows])
-
-
-def extras() -> Iterator[tuple[str, pd.DataFrame]]:
-    """Tables of another kind."""
-    yield "moe_block_choice", choosing_experiment()
-    yield "moe_block_parts", parts_experiment()
-
-
 def host_calls() -> dict[str, Callable[[], object]]:
     """Small calls, whose cost is the host's: a block of 8 experts, 4 tokens to two of them each."""
     x, ids, gates = _inputs(4, (8, 128, 64, 2))
@@ -414,10 +287,8 @@ def host_calls() -> dict[str, Callable[[], object]]:
 
 BENCH = Bench(
     name="moe_block",
-    keys={"moe_block_choice": CHOICE_KEY, "moe_block_parts": PARTS_KEY},
     baselines=dict.fromkeys(("eager", "grouped_mm", "batched_mm"), "transformers") | {"axolotl": "axolotl"},
     needs={"transformers": "everything", "peft": "forward + backward"},
     cases=cases,
     host_calls=host_calls,
-    extras=extras,
 )

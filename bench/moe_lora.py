@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from bench import Bench, baselines
+from bench import Bench, baselines, first_call, passes, step
 from bench.models import MODELS as LATEST
 from kernelbook import check, runtime
 from kernelbook.lab import timing
@@ -20,7 +20,6 @@ from kernelbook.moe_lora.reference import (
     scatter2scatter_reference,
 )
 from kernelbook.packed import NF4, NF4Tensor
-from kernelbook.study import moe_lora as study
 
 __all__ = [
     "BENCH",
@@ -42,8 +41,6 @@ TOKENS = 2048
 RANKS = (16, 32, 64)
 # The case of PEFT's own benchmark, https://github.com/huggingface/peft/pull/3577: one product, one expert a token.
 PEFT_EXPERTS, PEFT_K, PEFT_N, PEFT_TOKENS = 128, 2048, 768, 4096
-UNSLOTH_EXPERTS = 128  # it tries 108 tiles for each size: so one model's two products alone
-
 Tensors = Sequence[torch.Tensor]
 Calls = dict[str, Callable[[], Tensors]]
 
@@ -86,38 +83,22 @@ def _chosen(tokens: int, experts: int, slots: int) -> torch.Tensor:
     return drawn.topk(slots).indices
 
 
-@dataclasses.dataclass(frozen=True)
 class _Inputs:
     """Random tensors, and the routing as both sides take it."""
 
-    x: torch.Tensor
-    w: torch.Tensor
-    lora_a: torch.Tensor
-    lora_b: torch.Tensor
-    dy: torch.Tensor
-    ids: torch.Tensor
-    routing: op.Routing
-    sorted_routing: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-    @classmethod
-    def of(cls, shape: Shape, dtype: torch.dtype) -> "_Inputs":
-        device = runtime.DEVICE
-        ids = _chosen(shape.tokens, shape.experts, shape.slots).to(device)
-        order, inverse, offsets = route_reference(ids, shape.experts)
-
+    def __init__(self, shape: Shape, dtype: torch.dtype) -> None:
         def randn(*size: int) -> torch.Tensor:
-            return torch.randn(size, dtype=dtype, device=device)
+            return torch.randn(size, dtype=dtype, device=runtime.DEVICE)
 
-        return cls(
-            x=randn(shape.rows if shape.grouped else shape.tokens, shape.k),
-            w=randn(shape.experts, shape.k, shape.n) / shape.k**0.5,
-            lora_a=randn(shape.experts, shape.rank, shape.k) / shape.k**0.5,
-            lora_b=randn(shape.experts, shape.n, shape.rank),
-            dy=randn(shape.rows, shape.n),
-            ids=ids,
-            routing=op.route(ids, shape.experts),
-            sorted_routing=(order // shape.slots, inverse, offsets),
-        )
+        self.ids = _chosen(shape.tokens, shape.experts, shape.slots).to(runtime.DEVICE)
+        self.routing = op.route(self.ids, shape.experts)
+        order, inverse, offsets = route_reference(self.ids, shape.experts)
+        self.sorted_routing = (order // shape.slots, inverse, offsets)
+        self.x = randn(shape.rows if shape.grouped else shape.tokens, shape.k)
+        self.w = randn(shape.experts, shape.k, shape.n) / shape.k**0.5
+        self.lora_a = randn(shape.experts, shape.rank, shape.k) / shape.k**0.5
+        self.lora_b = randn(shape.experts, shape.n, shape.rank)
+        self.dy = randn(shape.rows, shape.n)
 
     @property
     def ends(self) -> torch.Tensor:
@@ -130,53 +111,53 @@ class _Inputs:
 
 def _base(shape: Shape, dtype: torch.dtype) -> timing.Problem:
     """The product without a low-rank update."""
-    t = _Inputs.of(shape, dtype)
+    t = _Inputs(shape, dtype)
     how: dict[str, Any] = {"grouped_in": shape.grouped}
     calls: Calls = {
         "grouped_mm": lambda: [grouped_mm_rows(t.x, t.w, None, None, *t.sorted_routing, **how)],
         "kernelbook": lambda: [op.scatter2scatter(t.x, t.w, t.routing, **how)],
     }
-    if baselines.has("scattermoe"):
-        calls["scattermoe"] = _scattermoe(t, shape)
-    views: dict[str, Callable[[Tensors], Tensors]] = {}
-    if shape.experts == UNSLOTH_EXPERTS and baselines.has("unsloth"):
-        calls["unsloth"], views["unsloth"] = _unsloth(t, shape)
 
     def truth() -> Tensors:
         return [scatter2scatter_reference(t.x.double(), t.w.double(), t.ids, **how)]
 
-    return timing.Problem(calls, truth, calls["grouped_mm"], check.FORWARD_FACTOR, views)
+    return timing.Problem(calls, truth, calls["grouped_mm"], check.FORWARD_FACTOR)
 
 
-def _forward(shape: Shape, dtype: torch.dtype) -> timing.Problem:
-    t = _Inputs.of(shape, dtype)
+def _moe_lora(mode: str, shape: Shape, dtype: torch.dtype) -> timing.Problem:
+    """Forward, or both passes with W frozen; -> y, and then dx, dA, dB."""
+    t = _Inputs(shape, dtype)
     how: dict[str, Any] = {"grouped_in": shape.grouped}
-    given = (t.x, t.w, t.lora_a, t.lora_b)
+    leaves = [v.requires_grad_() for v in (t.x, t.lora_a, t.lora_b)]
+
+    def timed(call: Callable[..., torch.Tensor], leaves: Tensors, dy: torch.Tensor) -> Callable[[], Tensors]:
+        return passes(mode, call, leaves, [dy]) if mode == "forward" else step(call, leaves, dy)
 
     def ours(strategy: str) -> Callable[[], Tensors]:
-        return lambda: [op.moe_lora(*given, t.routing, strategy=strategy, **how)]
+        return timed(lambda x, a, b: op.moe_lora(x, t.w, a, b, t.routing, strategy=strategy, **how), leaves, t.dy)
 
     def truth() -> Tensors:
-        x, w, a, b = (v.double() for v in given)
-        return [moe_lora_reference(x, w, a, b, t.ids, **how)]
+        w, exact = t.w.double(), [v.detach().double().requires_grad_() for v in leaves]
+        return timed(lambda x, a, b: moe_lora_reference(x, w, a, b, t.ids, **how), exact, t.dy.double())()
 
     calls: Calls = {
-        "grouped_mm": lambda: [grouped_mm_rows(*given, *t.sorted_routing, **how)],
+        "grouped_mm": timed(lambda x, a, b: grouped_mm_rows(x, t.w, a, b, *t.sorted_routing, **how), leaves, t.dy),
         "kernelbook": ours("auto"),
         "kernelbook:fused": ours("fused"),
         "kernelbook:split": ours("split"),
     }
-    return timing.Problem(
-        calls,
-        truth,
-        calls["grouped_mm"],
-        check.FORWARD_FACTOR,
-    )
+    views: dict[str, Callable[[Tensors], Tensors]] = {}
+    if mode != "forward" and baselines.has("axolotl"):
+        calls["axolotl"], views["axolotl"] = _axolotl(t, shape)
+    if mode != "forward" and shape.tokens == PEFT_TOKENS and baselines.has("peft"):  # elsewhere as one of moe_block's
+        calls["peft"], views["peft"] = _peft(t, shape)
+    factor = check.FORWARD_FACTOR if mode == "forward" else check.GRADIENT_FACTOR
+    return timing.Problem(calls, truth, calls["grouped_mm"], factor, views)
 
 
 def _dx(shape: Shape, dtype: torch.dtype) -> timing.Problem:
     """The gradient of x alone."""
-    t = _Inputs.of(shape, dtype)
+    t = _Inputs(shape, dtype)
     needs = (True, False, False, False, False, False)
 
     def ours(strategy: str) -> Callable[[], Tensors]:
@@ -207,69 +188,6 @@ def _dx(shape: Shape, dtype: torch.dtype) -> timing.Problem:
     return timing.Problem(calls, truth, grouped_mm, check.GRADIENT_FACTOR)
 
 
-def _factors(shape: Shape, dtype: torch.dtype) -> timing.Problem:
-    """The gradients of A and B, U and D being there; ``recomputing`` makes do without them."""
-    t = _Inputs.of(shape, dtype)
-    given = (t.x, t.dy, t.lora_a, t.lora_b, t.routing)
-    saved = study.shrink_products(*given)
-
-    def grouped_mm() -> Tensors:
-        ends = t.ends
-        u, d = (product[:, : shape.rank] for product in saved)
-        da = torch._grouped_mm(d.t(), t.x[t.sorted_routing[0]], offs=ends)
-        return [da, torch._grouped_mm(t.dy[t.order].t(), u, offs=ends)]
-
-    def truth() -> Tensors:
-        a, b = (v.double().requires_grad_() for v in (t.lora_a, t.lora_b))
-        zero = t.w.new_zeros((), dtype=torch.float64).expand(t.w.shape)
-        y = moe_lora_reference(t.x.double(), zero, a, b, t.ids)
-        return torch.autograd.grad(y, (a, b), t.dy.double())
-
-    calls: Calls = {
-        "grouped_mm": grouped_mm,
-        "kernelbook": lambda: study.lora_gradients(*given, saved=saved),
-        "kernelbook:recomputing": lambda: study.lora_gradients(*given),
-    }
-    return timing.Problem(calls, truth, grouped_mm, check.GRADIENT_FACTOR)
-
-
-def _step(shape: Shape, dtype: torch.dtype) -> timing.Problem:
-    """Forward and backward through autograd with W frozen; -> y, dx, dA, dB."""
-    t = _Inputs.of(shape, dtype)
-    how: dict[str, Any] = {"grouped_in": shape.grouped}
-    leaves = tuple(v.requires_grad_() for v in (t.x, t.lora_a, t.lora_b))
-    x, a, b = leaves
-
-    def ours(strategy: str) -> Callable[[], Tensors]:
-        def call() -> Tensors:
-            y = op.moe_lora(x, t.w, a, b, t.routing, strategy=strategy, **how)
-            return [y.detach(), *torch.autograd.grad(y, leaves, t.dy)]
-
-        return call
-
-    def grouped_mm() -> Tensors:
-        y = grouped_mm_rows(x, t.w, a, b, *t.sorted_routing, **how)
-        return [y.detach(), *torch.autograd.grad(y, leaves, t.dy)]
-
-    def truth() -> Tensors:
-        own = [v.detach().double().requires_grad_() for v in leaves]
-        y = moe_lora_reference(own[0], t.w.double(), own[1], own[2], t.ids, **how)
-        return [y.detach(), *torch.autograd.grad(y, own, t.dy.double())]
-
-    calls: Calls = {
-        "grouped_mm": grouped_mm,
-        "kernelbook": ours("auto"),
-        "kernelbook:fused": ours("fused"),
-        "kernelbook:split": ours("split"),
-    }
-    views: dict[str, Callable[[Tensors], Tensors]] = {}
-    if baselines.has("axolotl"):
-        calls["axolotl"], views["axolotl"] = _axolotl(t, shape)
-    if shape.tokens == PEFT_TOKENS and baselines.has("peft"):  # elsewhere as one of moe_block's
-        calls["peft"], views["peft"] = _peft(t, shape)
-    return timing.Problem(calls, truth, grouped_mm, check.GRADIENT_FACTOR, views)
-
-
 def _quantized(shape: Shape) -> tuple[NF4Tensor, torch.Tensor]:
     """Random NF4 experts, and the float32 numbers (E, K, N) that they stand for."""
     sizes, device = (shape.experts, shape.n, shape.k), runtime.DEVICE
@@ -287,7 +205,7 @@ def _quantized(shape: Shape) -> tuple[NF4Tensor, torch.Tensor]:
 def _packed(shape: Shape, dtype: torch.dtype) -> timing.Problem:
     """The product with experts in 4 bits, beside the one with the same experts dense."""
     how: dict[str, Any] = {"grouped_in": shape.grouped}
-    t, (q, exact) = _Inputs.of(shape, dtype), _quantized(shape)
+    t, (q, exact) = _Inputs(shape, dtype), _quantized(shape)
     w = exact.transpose(1, 2).to(dtype).transpose(1, 2)
     calls: Calls = {
         "grouped_mm": lambda: [grouped_mm_rows(t.x, w, None, None, *t.sorted_routing, **how)],
@@ -307,22 +225,17 @@ def _packed(shape: Shape, dtype: torch.dtype) -> timing.Problem:
 
 
 def _packed_step(shape: Shape, dtype: torch.dtype) -> timing.Problem:
-    """As :func:`_step`, with experts in 4 bits and with the same ones dense."""
-    t, (q, exact) = _Inputs.of(shape, dtype), _quantized(shape)
+    """Both passes with LoRA, with experts in 4 bits and with the same ones dense."""
+    t, (q, exact) = _Inputs(shape, dtype), _quantized(shape)
     w = exact.transpose(1, 2).to(dtype).transpose(1, 2)
-    x, a, b = leaves = tuple(v.requires_grad_() for v in (t.x, t.lora_a, t.lora_b))
+    leaves = [v.requires_grad_() for v in (t.x, t.lora_a, t.lora_b)]
 
     def ours(weight: Any) -> Callable[[], Tensors]:
-        def call() -> Tensors:
-            y = op.moe_lora(x, weight, a, b, t.routing)
-            return [y.detach(), *torch.autograd.grad(y, leaves, t.dy)]
-
-        return call
+        return step(lambda x, a, b: op.moe_lora(x, weight, a, b, t.routing), leaves, t.dy)
 
     def truth() -> Tensors:
         own = [v.detach().double().requires_grad_() for v in leaves]
-        y = moe_lora_reference(own[0], exact.double(), own[1], own[2], t.ids)
-        return [y.detach(), *torch.autograd.grad(y, own, t.dy.double())]
+        return step(lambda x, a, b: moe_lora_reference(x, exact.double(), a, b, t.ids), own, t.dy.double())()
 
     calls: Calls = {"kernelbook:dense": ours(w), "kernelbook": ours(q)}
     if baselines.has("nf4_qlora"):
@@ -330,17 +243,17 @@ def _packed_step(shape: Shape, dtype: torch.dtype) -> timing.Problem:
 
         given, rows_of = _for_grouped_nf4_gemm(t, q, shape)
 
-        def peer() -> Tensors:
-            y = fused_grouped_lora(rows_of(x), *given, a, b)[t.sorted_routing[1]]
-            return [y.detach(), *torch.autograd.grad(y, leaves, t.dy)]
+        def peer(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = fused_grouped_lora(rows_of(x), *given, a, b)
+            return out[t.sorted_routing[1]]
 
-        calls["grouped_nf4_gemm"] = peer
+        calls["grouped_nf4_gemm"] = step(peer, leaves, t.dy)
     return timing.Problem(calls, truth, calls["kernelbook:dense"], check.GRADIENT_FACTOR)
 
 
 def _route(shape: Shape, dtype: torch.dtype) -> timing.Problem:
     """Sorting alone; -> order, inverse, offsets."""
-    ids = _Inputs.of(dataclasses.replace(shape, k=1, n=1, rank=1), dtype).ids
+    ids = _Inputs(dataclasses.replace(shape, k=1, n=1, rank=1), dtype).ids
 
     def as_numbers(out: Tensors) -> Tensors:
         return [v.double() for v in out]
@@ -363,28 +276,6 @@ def _route(shape: Shape, dtype: torch.dtype) -> timing.Problem:
 # --- counts ---------------------------------------------------------------------------------------------------------
 
 
-def _case(
-    name: str,
-    mode: str,
-    shape: Shape,
-    build: Callable[[Shape, torch.dtype], timing.Problem],
-    x_name: str = "r",
-    dtype: torch.dtype = torch.bfloat16,
-) -> timing.Case:
-    elements, flop = _COUNTS[build](shape)
-    return timing.Case(
-        op=name,
-        mode=mode,
-        dtype=dtype,
-        shape=shape.named,
-        x_name=x_name,
-        x=shape.named[x_name],
-        gbytes=elements * dtype.itemsize / 1e9,
-        gflop=flop / 1e9,
-        build=lambda: build(shape, dtype),
-    )
-
-
 def _used(shape: Shape) -> int:
     """Experts that have rows."""
     return len(_chosen(shape.tokens, shape.experts, shape.slots).unique())
@@ -405,17 +296,12 @@ def _count_lora(shape: Shape) -> tuple[int, int]:
     return elements + _used(shape) * shape.rank * sides, flop + 2 * shape.rows * shape.rank * sides
 
 
-def _count_factors(shape: Shape) -> tuple[int, int]:
-    sides = shape.k + shape.n
-    # Read: x, dy, U and D. Written: dA and dB.
-    elements = shape.tokens * shape.k + shape.rows * (shape.n + 2 * shape.rank) + shape.experts * shape.rank * sides
-    return elements, 2 * shape.rows * shape.rank * sides
-
-
 def _count_step(shape: Shape) -> tuple[int, int]:
     elements, flop = _count_lora(shape)
-    factors, factor_flop = _count_factors(shape)
-    return 2 * elements + factors, 2 * flop + factor_flop
+    sides = shape.k + shape.n
+    # Of the factors' gradients. Read: x, dy, U and D. Written: dA and dB.
+    factors = shape.tokens * shape.k + shape.rows * (shape.n + 2 * shape.rank) + shape.experts * shape.rank * sides
+    return 2 * elements + factors, 2 * (flop + shape.rows * shape.rank * sides)
 
 
 def _count_packed(shape: Shape) -> tuple[int, int]:
@@ -433,16 +319,25 @@ def _count_route(shape: Shape) -> tuple[int, int]:
     return 4 * shape.rows, 0
 
 
-_COUNTS: dict[Callable[..., timing.Problem], Callable[[Shape], tuple[int, int]]] = {
-    _base: _count_base,
-    _forward: _count_lora,
-    _dx: _count_lora,
-    _factors: _count_factors,
-    _step: _count_step,
-    _packed: _count_packed,
-    _packed_step: _count_packed_step,
-    _route: _count_route,
+# By function and pass: what makes the calls, and what counts elements and operations.
+FAMILIES: dict[tuple[str, str], tuple[Callable[..., timing.Problem], Callable[[Shape], tuple[int, int]]]] = {
+    ("scatter2scatter", "forward"): (_base, _count_base),
+    ("moe_lora", "forward"): (functools.partial(_moe_lora, "forward"), _count_lora),
+    ("moe_lora", "forward_backward"): (functools.partial(_moe_lora, "forward_backward"), _count_step),
+    ("moe_lora_dx", "backward"): (_dx, _count_lora),
+    ("scatter2scatter_nf4", "forward"): (_packed, _count_packed),
+    ("moe_lora_nf4", "forward_backward"): (_packed_step, _count_packed_step),
+    ("route", "forward"): (_route, _count_route),
 }
+
+
+def _case(name: str, mode: str, shape: Shape, x_name: str = "r") -> timing.Case:
+    dtype, (build, count) = torch.bfloat16, FAMILIES[name, mode]
+    elements, flop = count(shape)
+    x, gbytes = shape.named[x_name], elements * dtype.itemsize / 1e9
+    return timing.Case(
+        name, mode, dtype, shape.named, x_name, x, gbytes, flop / 1e9, functools.partial(build, shape, dtype)
+    )
 
 
 def _first_call() -> timing.Case:
@@ -465,48 +360,36 @@ a, b = a.detach().flatten(0, 1).requires_grad_(), b.detach().transpose(0, 1).fla
 # first call
 lora(x, w, {shape.slots}, *torch.sort(ids.flatten()), offsets, a, b, use_fused_dX=True).sum().backward()
 """
-    return timing.Case(
-        op="moe_lora",
-        mode="first_call",
-        dtype=torch.bfloat16,
-        shape=shape.named,
-        x_name="r",
-        x=shape.rank,
-        gbytes=0.0,
-        gflop=0.0,
-        build=lambda: timing.FirstCall({provider: made + code for provider, code in codes.items()}),
-    )
+    return first_call("moe_lora", shape.named, "r", shape.rank, {who: made + code for who, code in codes.items()})
 
 
 def cases() -> Iterator[timing.Case]:
     """Every projection, gate_up at each rank; then sweeps over tokens and experts, where fused and split change places."""
     for model in MODELS:
         for shape in projections(model).values():
-            yield _case("scatter2scatter", "forward", shape, _base)
+            yield _case("scatter2scatter", "forward", shape)
+            yield _case("moe_lora_dx", "backward", shape)
             for rank in RANKS[:1] if shape.grouped else RANKS:
                 ranked = dataclasses.replace(shape, rank=rank)
-                yield _case("moe_lora", "forward", ranked, _forward)
-                yield _case("moe_lora", "forward_backward", ranked, _step)
-                yield _case("moe_lora_dx", "backward", ranked, _dx)
-                if not shape.grouped:
-                    yield _case("lora_gradients", "backward", ranked, _factors)
-        yield _case("route", "forward", projections(model)["gate_up"], _route)
+                yield _case("moe_lora", "forward", ranked)
+                yield _case("moe_lora", "forward_backward", ranked)
+        yield _case("route", "forward", projections(model)["gate_up"])
     for model in ("Qwen3-30B-A3B", "Mixtral-8x7B"):
         for tokens in (1, 4, 16, 64, 256, 1024, 4096):
             shape = dataclasses.replace(projections(model)["gate_up"], tokens=tokens)
-            yield _case("moe_lora", "forward", shape, _forward, "T")
+            yield _case("moe_lora", "forward", shape, "T")
     for projection in projections("Qwen3-30B-A3B").values():
         for tokens in (1, 4, 16, 64, 256, 1024, 2048):
-            yield _case("scatter2scatter_nf4", "forward", dataclasses.replace(projection, tokens=tokens), _packed, "T")
+            yield _case("scatter2scatter_nf4", "forward", dataclasses.replace(projection, tokens=tokens), "T")
     for model in ("Qwen3-30B-A3B", "OLMoE-1B-7B"):
-        yield _case("moe_lora_nf4", "forward_backward", projections(model)["gate_up"], _packed_step)
-    yield _case("moe_lora", "forward_backward", Shape(PEFT_EXPERTS, PEFT_K, PEFT_N, 1, PEFT_TOKENS), _step)
+        yield _case("moe_lora_nf4", "forward_backward", projections(model)["gate_up"])
+    yield _case("moe_lora", "forward_backward", Shape(PEFT_EXPERTS, PEFT_K, PEFT_N, 1, PEFT_TOKENS))
     many_experts = projections("Qwen3-30B-A3B")["gate_up"]
     for tokens in (1, 16, 128, 1024, 16384):
-        yield _case("route", "forward", dataclasses.replace(many_experts, tokens=tokens), _route, "T")
+        yield _case("route", "forward", dataclasses.replace(many_experts, tokens=tokens), "T")
     for rank in (16, 64):
         for experts in (8, 16, 32, 64, 128, 256):
-            yield _case("moe_lora", "forward", Shape(experts, 2048, 1536, 8, rank=rank), _forward, "E")
+            yield _case("moe_lora", "forward", Shape(experts, 2048, 1536, 8, rank=rank), "E")
     yield _first_call()
 
 
@@ -521,35 +404,11 @@ def models() -> Iterator[timing.Case]:
                 (model.expert_intermediate, model.hidden, True),
             ):
                 shape = Shape(experts, k, n, slots, grouped=grouped)
-                yield _case("moe_lora", "forward", shape, _forward)
-                yield _case("moe_lora", "forward_backward", shape, _step)
+                yield _case("moe_lora", "forward", shape)
+                yield _case("moe_lora", "forward_backward", shape)
 
 
 # --- peers that may be missing --------------------------------------------------------------------------------------
-
-
-def _scattermoe(t: _Inputs, shape: Shape) -> Callable[[], Tensors]:
-    from scattermoe.parallel_experts import flatten_sort_count, parallel_linear
-
-    experts, order, offsets = flatten_sort_count(t.ids, num_experts=shape.experts)
-    return lambda: [
-        parallel_linear(
-            t.x, t.w, 1 if shape.grouped else shape.slots, experts, order, offsets, grouped_in=shape.grouped
-        )
-    ]
-
-
-def _unsloth(t: _Inputs, shape: Shape) -> tuple[Callable[[], Tensors], Callable[[Tensors], Tensors]]:
-    """Its tuned product. A block's first gathers rows and leaves them in the experts' order, its second brings them back."""
-    grouped_gemm, w = baselines.unsloth(), t.w.transpose(1, 2).contiguous()
-    counts, order, first = t.sorted_routing[2].diff().int(), t.routing.order, not shape.grouped
-
-    def call() -> Tensors:
-        with torch.no_grad():
-            how = {"permute_x": first, "permute_y": not first, "is_first_gemm": first, "autotune": True}
-            return [grouped_gemm(t.x, w, counts, shape.slots, order, **how)]
-
-    return call, lambda out: [out[0][t.sorted_routing[1]] if first else out[0]]
 
 
 def _axolotl(t: _Inputs, shape: Shape) -> tuple[Callable[[], Tensors], Callable[[Tensors], Tensors]]:
@@ -564,16 +423,18 @@ def _axolotl(t: _Inputs, shape: Shape) -> tuple[Callable[[], Tensors], Callable[
     b = t.lora_b.detach().transpose(0, 1).reshape(shape.n, -1).clone().requires_grad_()
     slots = 1 if shape.grouped else shape.slots
 
-    def call() -> Tensors:
-        y = apply(t.x, t.w, slots, experts, order, offsets, a, b, grouped_in=shape.grouped, use_fused_dX=True)
-        return [y.detach(), *torch.autograd.grad(y, (t.x, a, b), t.dy)]
+    def lora(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = apply(
+            x, t.w, slots, experts, order, offsets, a, b, grouped_in=shape.grouped, use_fused_dX=True
+        )
+        return out
 
     def ours(out: Tensors) -> Tensors:
         y, dx, da, db = out
         by_expert = db.view(shape.n, shape.experts, shape.rank).transpose(0, 1)
         return [y.view(shape.rows, shape.n), dx, da.view(t.lora_a.shape), by_expert]
 
-    return call, ours
+    return step(lora, (t.x, a, b), t.dy), ours
 
 
 def _peft(t: _Inputs, shape: Shape) -> tuple[Callable[[], Tensors], Callable[[Tensors], Tensors]]:
@@ -601,15 +462,11 @@ def _peft(t: _Inputs, shape: Shape) -> tuple[Callable[[], Tensors], Callable[[Te
     a.data.copy_(t.lora_a.detach().flatten(0, 1))
     b.data.copy_(t.lora_b.detach().permute(1, 2, 0).flatten(1))
 
-    def call() -> Tensors:
-        y = wrapper(t.x)
-        return [y.detach(), *torch.autograd.grad(y, (t.x, a, b), t.dy)]
-
     def ours(out: Tensors) -> Tensors:
         y, dx, da, db = out
         return [y, dx, da.view(t.lora_a.shape), db.view(shape.n, shape.rank, shape.experts).permute(2, 0, 1)]
 
-    return call, ours
+    return step(lambda x, a, b: wrapper(x), (t.x, a, b), t.dy), ours
 
 
 def _for_grouped_nf4_gemm(
@@ -624,12 +481,9 @@ def _for_grouped_nf4_gemm(
     return given, lambda x: x if shape.grouped else x[t.sorted_routing[0]]
 
 
-# --- checks ---------------------------------------------------------------------------------------------------------
-
-
 def host_calls() -> dict[str, Callable[[], object]]:
     """Small calls, whose cost is the host's."""
-    t = _Inputs.of(Shape(8, 128, 128, 2, tokens=16), torch.bfloat16)
+    t = _Inputs(Shape(8, 128, 128, 2, tokens=16), torch.bfloat16)
     leaves = tuple(v.detach().clone().requires_grad_() for v in (t.x, t.lora_a, t.lora_b))
     x, a, b = leaves
     return {
@@ -644,9 +498,8 @@ def host_calls() -> dict[str, Callable[[], object]]:
 
 BENCH = Bench(
     name="moe_lora",
-    # scattermoe is on no package index; of axolotl and unsloth their kernels are enough: pip install --no-deps.
-    baselines={"torch": "torch", "grouped_mm": "torch"}
-    | {name: name for name in ("scattermoe", "axolotl", "peft", "unsloth")}
+    # Of axolotl its kernels are enough: pip install --no-deps.
+    baselines={"torch": "torch", "grouped_mm": "torch", "axolotl": "axolotl", "peft": "peft"}
     | {"grouped_nf4_gemm": "grouped-nf4-gemm"},
     cases=cases,
     models=models,

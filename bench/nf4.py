@@ -9,11 +9,9 @@ experts, so only the active ones are packed. ``humming`` multiplies by MXFP4, st
 
 A product's floor is ``read_rows``, a kernel that reads the matrix' bytes and scales and does nothing else; ``dense`` is
 PyTorch's product with the same matrix in bfloat16.
-
-Two of PyTorch's own operations are measured beside, for scale: ``copy_`` moves as many bytes as the plain kernel has to,
-half of them read, and ``fill_`` writes the output alone. Neither is a lower bound.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -123,19 +121,17 @@ def _problem(shape: tuple[int, int, int], active: int, block_size: int, double_q
     )
 
 
+def _stored(shape: tuple[int, int, int], block_size: int, double_quant: bool) -> dict[str, Any]:
+    """The column of the shape."""
+    named = dict(zip(("E", "rows", "cols"), shape, strict=True))
+    return named | {"block_size": block_size, "double_quant": double_quant}
+
+
 def _case(shape: tuple[int, int, int], active: int, block_size: int, double_quant: bool) -> Case:
-    num_experts, rows, cols = shape
-    return Case(
-        op="nf4_dequantize",
-        mode="forward",
-        dtype=torch.bfloat16,
-        shape={"E": num_experts, "rows": rows, "cols": cols, "block_size": block_size, "double_quant": double_quant},
-        x_name="active",
-        x=active,
-        gbytes=dequantize_gbytes(active * rows * cols, block_size, double_quant),
-        gflop=0.0,
-        build=lambda: _problem(shape, active, block_size, double_quant),
-    )
+    gbytes = dequantize_gbytes(active * shape[1] * shape[2], block_size, double_quant)
+    build = functools.partial(_problem, shape, active, block_size, double_quant)
+    sizes = _stored(shape, block_size, double_quant)
+    return Case("nf4_dequantize", "forward", torch.bfloat16, sizes, "active", active, gbytes, 0.0, build)
 
 
 def _matmul_bitsandbytes(x: torch.Tensor, q: NF4Tensor, expert: int) -> Callable[[], Any]:
@@ -180,18 +176,11 @@ def _matmul_problem(shape: tuple[int, int, int], tokens: int, block_size: int, d
 
 
 def _matmul_case(shape: tuple[int, int, int], tokens: int, block_size: int, double_quant: bool) -> Case:
-    num_experts, rows, cols = shape
-    return Case(
-        op="nf4_matmul",
-        mode="forward",
-        dtype=torch.bfloat16,
-        shape={"E": num_experts, "rows": rows, "cols": cols, "block_size": block_size, "double_quant": double_quant},
-        x_name="tokens",
-        x=tokens,
-        gbytes=dequantize_gbytes(rows * cols, block_size, double_quant, itemsize=0) + tokens * (rows + cols) * 2 / 1e9,
-        gflop=2 * tokens * rows * cols / 1e9,
-        build=lambda: _matmul_problem(shape, tokens, block_size, double_quant),
-    )
+    _, rows, cols = shape
+    gbytes = dequantize_gbytes(rows * cols, block_size, double_quant, itemsize=0) + tokens * (rows + cols) * 2 / 1e9
+    build = functools.partial(_matmul_problem, shape, tokens, block_size, double_quant)
+    sizes, gflop = _stored(shape, block_size, double_quant), 2 * tokens * rows * cols / 1e9
+    return Case("nf4_matmul", "forward", torch.bfloat16, sizes, "tokens", tokens, gbytes, gflop, build)
 
 
 def _humming(w: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -228,17 +217,10 @@ def _format_problem(format: str, shape: tuple[int, int], tokens: int) -> Problem
 
 def _format_case(format: str, shape: tuple[int, int], tokens: int) -> Case:
     rows, cols = shape
-    return Case(
-        op="nf4_matmul",
-        mode="forward",
-        dtype=torch.bfloat16,
-        shape={"E": 1, "rows": rows, "cols": cols, "format": format},
-        x_name="tokens",
-        x=tokens,
-        gbytes=(rows * cols * BITS[format] / 8 + tokens * (rows + cols) * 2) / 1e9,
-        gflop=2 * tokens * rows * cols / 1e9,
-        build=lambda: _format_problem(format, shape, tokens),
-    )
+    gbytes = (rows * cols * BITS[format] / 8 + tokens * (rows + cols) * 2) / 1e9
+    build = functools.partial(_format_problem, format, shape, tokens)
+    sizes, gflop = {"E": 1, "rows": rows, "cols": cols, "format": format}, 2 * tokens * rows * cols / 1e9
+    return Case("nf4_matmul", "forward", torch.bfloat16, sizes, "tokens", tokens, gbytes, gflop, build)
 
 
 def _read_problem(bytes_: int) -> Problem:
@@ -253,53 +235,14 @@ def _read_problem(bytes_: int) -> Problem:
 
 def _read_case(shape: tuple[int, int, int], block_size: int, double_quant: bool) -> Case:
     """The floor of a product by one expert: as many bytes, read by a kernel that does nothing else."""
-    num_experts, rows, cols = shape
-    gbytes = dequantize_gbytes(rows * cols, block_size, double_quant, itemsize=0)
-    return Case(
-        op="read_rows",
-        mode="forward",
-        dtype=torch.bfloat16,
-        shape={"E": num_experts, "rows": rows, "cols": cols, "block_size": block_size, "double_quant": double_quant},
-        x_name="tokens",
-        x=0,
-        gbytes=gbytes,
-        gflop=0.0,
-        build=lambda: _read_problem(round(gbytes * 1e9)),
-    )
-
-
-def _plain_problem(op: str, values: int) -> Problem:
-    target = torch.empty(values, dtype=torch.bfloat16, device=runtime.DEVICE)
-    source = torch.randn_like(target) if op == "copy_" else torch.full_like(target, 0.5)
-    call = (lambda: [target.copy_(source)]) if op == "copy_" else (lambda: [target.fill_(0.5)])
-    return Problem(
-        providers={"torch": call}, truth=lambda: [source], baseline=lambda: [source], factor=check.FORWARD_FACTOR
-    )
-
-
-def _plain_case(op: str, shape: tuple[int, int, int], active: int, block_size: int) -> Case:
-    """What PyTorch takes to move the bytes of plain experts (``copy_``) or to write the output (``fill_``)."""
-    num_experts, rows, cols = shape
-    outputs = active * rows * cols
-    gbytes = dequantize_gbytes(outputs, block_size, double_quant=False) if op == "copy_" else 2 * outputs / 1e9
-    return Case(
-        op=op,
-        mode="forward",
-        dtype=torch.bfloat16,
-        shape={"E": num_experts, "rows": rows, "cols": cols, "block_size": block_size, "double_quant": False},
-        x_name="active",
-        x=active,
-        gbytes=gbytes,
-        gflop=0.0,
-        build=lambda: _plain_problem(op, round(gbytes * 1e9 / 4) if op == "copy_" else outputs),
-    )
+    gbytes = dequantize_gbytes(shape[1] * shape[2], block_size, double_quant, itemsize=0)
+    build = functools.partial(_read_problem, round(gbytes * 1e9))
+    sizes = _stored(shape, block_size, double_quant)
+    return Case("read_rows", "forward", torch.bfloat16, sizes, "tokens", 0, gbytes, 0.0, build)
 
 
 def cases() -> Iterator[Case]:
     """The rows of the book's figures: 1 to 256 active experts of 256, plain and double; one expert at decode sizes; formats."""
-    for op in ("copy_", "fill_"):
-        for active in ACTIVE:
-            yield _plain_case(op, (EXPERTS, ROWS, COLS), active, BLOCK_SIZE)
     for double_quant in (False, True):
         for active in ACTIVE:
             yield _case((EXPERTS, ROWS, COLS), active, BLOCK_SIZE, double_quant)
@@ -337,7 +280,6 @@ def host_calls() -> dict[str, Callable[[], object]]:
 BENCH = Bench(
     name="nf4",
     baselines={
-        "torch": "torch",
         "dense": "torch",
         "bitsandbytes": "bitsandbytes",
         "gather_bitsandbytes": "bitsandbytes",

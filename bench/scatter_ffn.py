@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bench import Bench, floor
+from bench import Bench, first_call, floor, step
 from bench.models import MODELS
 from kernelbook import check, runtime, study
 from kernelbook.lab import record, timing
@@ -28,24 +28,10 @@ __all__ = [
     "host_calls",
 ]
 
-ATOMICS_COLUMNS = (
-    "run",
-    "op",
-    "variant",
-    "dtype",
-    "shape",
-    "programs",
-    "time_ms",
-    "p20_ms",
-    "p80_ms",
-    *record.ENVIRONMENT,
-)
 ATOMICS_KEY = ("op", "variant", "dtype", "shape", "programs")
 
 TOKENS = (1, 16, 128, 1024)
 FRACTIONS = (0.02, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0)
-RUNS = (1, 4, 16, 64, 256)  # neighbouring neurons, for the order of the list
-
 Tensors = Sequence[torch.Tensor]
 Calls = dict[str, Callable[[], Tensors]]
 
@@ -86,19 +72,18 @@ def _network(shape: Shape, m: int, dtype: torch.dtype = torch.bfloat16) -> dict[
     return found | ({"w_gate": randn(shape.n, shape.k) / shape.k**0.5} if shape.gated else {})
 
 
-def _neurons(n: int, count: int, run: int = 1) -> torch.Tensor:
-    """``count`` different neurons: stretches of ``run`` neighbours, in random order."""
-    starts = torch.randperm(n // run, device=runtime.DEVICE)[: -(-count // run)] * run
-    return (starts[:, None] + torch.arange(run, device=runtime.DEVICE)).reshape(-1)[:count]
+def _neurons(n: int, count: int) -> torch.Tensor:
+    """``count`` different neurons in random order."""
+    return torch.randperm(n, device=runtime.DEVICE)[:count]
 
 
 def _wide(network: dict[str, Any]) -> dict[str, Any]:
     return {name: t.double() for name, t in network.items()}
 
 
-def _forward(shape: Shape, m: int, fraction: float, run: int = 0) -> timing.Problem:
+def _forward(shape: Shape, m: int, fraction: float) -> timing.Problem:
     network = _network(shape, m)
-    neurons = _neurons(shape.n, shape.active(fraction), max(run, 1))
+    neurons = _neurons(shape.n, shape.active(fraction))
     how: dict[str, Any] = {"activation": shape.activation}
     # What torch.nn.Linear stores: its product reads rows, the gathered one would have to read columns.
     by_column = {**network, "w_down": network["w_down"].t().contiguous().t()}
@@ -107,9 +92,9 @@ def _forward(shape: Shape, m: int, fraction: float, run: int = 0) -> timing.Prob
         "gather": lambda: [scatter_ffn_reference(**network, neurons=neurons, **how)],
         "kernelbook": lambda: [op.scatter_ffn(**network, neurons=neurons, **how)],
     }
-    if not run and not shape.gated and m <= 128:
+    if not shape.gated and m <= 128:
         calls["kernelbook:fused"] = lambda: [study.scatter_ffn_with_atomics(**network, neurons=neurons, **how)]
-    if not run and not shape.gated and fraction <= 0.5 and m <= 128:
+    if not shape.gated and fraction <= 0.5 and m <= 128:
         calls["kernelbook:columns"] = lambda: [op.scatter_ffn(**by_column, neurons=neurons, **how)]
 
     def dense_on_masked(_: Tensors) -> Tensors:
@@ -131,25 +116,19 @@ def _step(shape: Shape, m: int, fraction: float) -> timing.Problem:
     network = {name: t.requires_grad_() for name, t in _network(shape, m).items()}
     neurons = _neurons(shape.n, shape.active(fraction))
     leaves, dy = tuple(network.values()), torch.randn(m, shape.k, dtype=torch.bfloat16, device=runtime.DEVICE)
-    how: dict[str, Any] = {"activation": shape.activation}
 
-    def step(ffn: Callable[..., torch.Tensor], **given: Any) -> Callable[[], Tensors]:
-        def call() -> Tensors:
-            y = ffn(**network, **given, **how)
-            return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+    def by_name(ffn: Callable[..., torch.Tensor], **given: Any) -> Callable[..., torch.Tensor]:
+        return lambda *tensors: ffn(**dict(zip(network, tensors, strict=True)), **given, activation=shape.activation)
 
-        return call
-
+    reference = by_name(scatter_ffn_reference, neurons=neurons)
     calls: Calls = {
-        "dense": step(dense_ffn),
-        "gather": step(scatter_ffn_reference, neurons=neurons),
-        "kernelbook": step(op.scatter_ffn, neurons=neurons),
+        "dense": step(by_name(dense_ffn), leaves, dy),
+        "gather": step(reference, leaves, dy),
+        "kernelbook": step(by_name(op.scatter_ffn, neurons=neurons), leaves, dy),
     }
 
     def truth() -> Tensors:
-        wide = {name: t.detach().double().requires_grad_() for name, t in network.items()}
-        y = scatter_ffn_reference(**wide, neurons=neurons, **how)
-        return [y.detach(), *torch.autograd.grad(y, tuple(wide.values()), dy.double())]
+        return step(reference, [t.detach().double().requires_grad_() for t in leaves], dy.double())()
 
     # The dense step trains all neurons; its results are others by design.
     views = {"dense": lambda _: calls["gather"]()}
@@ -225,11 +204,6 @@ def _read_case(shape: Shape, m: int, fraction: float) -> timing.Case:
     return _case(_read, shape, m, fraction, (shape.counts(0, shape.active(fraction))[0], 0.0), op="read_rows")
 
 
-def _run_case(shape: Shape, m: int, fraction: float, run: int) -> timing.Case:
-    build = functools.partial(_forward, run=run)
-    return _case(build, shape, m, fraction, shape={**shape.text(m), "active": fraction}, x_name="neighbours", x=run)
-
-
 def _first_call(m: int) -> timing.Case:
     code = f"""
 import kernelbook as kb
@@ -239,30 +213,17 @@ neurons = torch.randperm(11008, device="cuda")[:1100]
 # first call
 kb.scatter_ffn(x, w_up, w_down, neurons, w_gate=w_gate, activation="silu")
 """
-    return timing.Case(
-        op="scatter_ffn",
-        mode="first_call",
-        dtype=torch.bfloat16,
-        shape=LLAMA.text(m),
-        x_name="active",
-        x=0.1,
-        gbytes=0.0,
-        gflop=0.0,
-        build=lambda: timing.FirstCall({"kernelbook": code}),
-    )
+    return first_call("scatter_ffn", LLAMA.text(m), "active", 0.1, {"kernelbook": code})
 
 
 def cases() -> Iterator[timing.Case]:
-    """Both networks at every number of tokens and fraction; neighbours, the up projection alone, the floor, training steps."""
+    """Both networks at every number of tokens and fraction; the up projection alone, the floor, training steps."""
     for shape in (PLAIN, LLAMA):
         for m in TOKENS:
             for fraction in FRACTIONS:
                 yield ffn_case(shape, m, fraction)
     for m in (4, 32, 64, 256, 4096):
         yield ffn_case(PLAIN, m, 0.1)
-    for m in (1, 16):
-        for run in RUNS:
-            yield _run_case(PLAIN, m, 0.1, run)
     for m in TOKENS:
         yield _gather_case(PLAIN, m, 0.1)
     for shape in (PLAIN, LLAMA):
@@ -282,10 +243,6 @@ def models() -> Iterator[timing.Case]:
             yield ffn_case(Shape(k, n, True, "silu"), m, 0.1)
 
 
-def _fused(**how: Any) -> torch.Tensor:
-    return launch_fused(**how).to(torch.bfloat16)
-
-
 def atomics_experiment() -> pd.DataFrame:
     """The fused kernel with atomic additions and with plain stores in their place, for tokens and programs."""
     import pandas as pd
@@ -303,24 +260,16 @@ def atomics_experiment() -> pd.DataFrame:
                 ours = study.scatter_ffn_with_atomics(**network, **how)
                 check.compare("fused", ours, exact, baseline).require()
                 for variant in ("add", "store"):
-                    time = timing.measure(
-                        functools.partial(_fused, **network, **how, add=variant == "add"), rep_ms=20.0
-                    )
-                    rows.append(
-                        {
-                            "run": run,
-                            "op": "fused_ffn",
-                            "variant": variant,
-                            "dtype": "bfloat16",
-                            "shape": f"M={m} K={PLAIN.k} N={PLAIN.n} active={fraction} block_l={block_l}",
-                            "programs": -(-len(neurons) // block_l) * -(-m // 16),
-                            "time_ms": f"{time.ms:.5g}",
-                            "p20_ms": f"{time.p20:.5g}",
-                            "p80_ms": f"{time.p80:.5g}",
-                            **about,
-                        }
-                    )
-    return pd.DataFrame(rows, columns=list(ATOMICS_COLUMNS))
+                    fused = functools.partial(launch_fused, **network, **how, add=variant == "add")
+                    time = timing.measure(lambda fused=fused: fused().to(torch.bfloat16), rep_ms=20.0)  # type: ignore[misc]
+                    row: dict[str, Any] = {
+                        "run": run, "op": "fused_ffn", "variant": variant, "dtype": "bfloat16",
+                        "shape": f"M={m} K={PLAIN.k} N={PLAIN.n} active={fraction} block_l={block_l}",
+                        "programs": -(-len(neurons) // block_l) * -(-m // 16),
+                        "time_ms": f"{time.ms:.5g}", "p20_ms": f"{time.p20:.5g}", "p80_ms": f"{time.p80:.5g}",
+                    }  # fmt: skip
+                    rows.append(row | about)
+    return pd.DataFrame(rows)
 
 
 def extras() -> Iterator[tuple[str, pd.DataFrame]]:

@@ -6,11 +6,8 @@ Contextual sparsity for efficient LLMs at inference time", 2023, section 4). :cl
 with dense blocks or with :class:`kernelbook.nn.SparseFFN`, whose router hands over a list of fixed length, so that one CUDA
 graph does for every token.
 
-Two files: ``sparse_inference.csv`` has the wall time of a step of decoding, and ``sparse_inference_layers.csv`` per layer the
-share of hidden values that are not zero and what the predictor finds of them, and for the model the loss with so few neurons.
-
-``share`` is how many neurons of a layer are computed, on average over tokens. Recall is the part of the nonzero values that are
-among them.
+``sparse_inference.csv`` has the wall time of a step of decoding. ``share`` is how many neurons of a layer are computed, on
+average over tokens.
 """
 
 import argparse
@@ -18,7 +15,6 @@ import contextlib
 import copy
 import dataclasses
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +23,7 @@ import pandas as pd
 import torch
 import torch.nn.functional as F
 
-from bench import Bench
+from bench import Bench, forget, row, write_ceilings
 from kernelbook import check, runtime  # before Triton, which it sets up
 from kernelbook.attention import flash_attention
 from kernelbook.lab import record, timing
@@ -42,10 +38,9 @@ from kernelbook.train.text import TextData
 # isort: split
 import triton
 
-__all__ = ["BENCH", "Decoder", "Predictor", "main", "sparsity", "train_predictors"]
+__all__ = ["BENCH", "Decoder", "Predictor", "main", "train_predictors"]
 
-STEM, LAYERS_STEM = "sparse_inference", "sparse_inference_layers"
-LAYERS_KEY = ("gpu", "width", "what", "layer", "share")
+STEM = "sparse_inference"
 WIDTHS = {1024: "medium", 2048: "large", 4096: "huge"}
 SHARES = (0.05, 0.1, 0.25)
 CONTEXT = 512
@@ -109,15 +104,6 @@ def _autocast() -> contextlib.AbstractContextManager[Any]:
     return torch.autocast(runtime.DEVICE.type, torch.bfloat16, enabled=runtime.DEVICE.type == "cuda")
 
 
-def sparsity(model: GPT, data: TextData, batches: int) -> list[float]:
-    """For each layer the share of hidden values that are not zero, over validation batches."""
-    counts: list[list[float]] = [[] for _ in model.blocks]
-    for tokens, _ in data.validation_batches(batches):
-        for layer, (_, hidden) in enumerate(_mlp_inputs(model, tokens)):
-            counts[layer].append(float((hidden > 0).float().mean()))
-    return [sum(shares) / len(shares) for shares in counts]
-
-
 def train_predictors(
     model: GPT, data: TextData, *, rank: int, steps: int, lr: float = 3e-3, first: int = 0
 ) -> list[Predictor]:
@@ -143,23 +129,16 @@ def train_predictors(
 
 @torch.no_grad()
 def calibrated(
-    model: GPT,
-    predictors: Sequence[Predictor],
-    data: TextData,
-    share: float,
-    *,
-    batch: int = 1,
-    step: int = 0,
-    groups: int = 256,
+    model: GPT, predictors: Sequence[Predictor], data: TextData, share: float, *, batch: int = 1
 ) -> list[Predictor]:
     """The predictors with the threshold that ``share`` of a layer's neurons exceed for ``batch`` tokens, on average.
 
     Their lists have room for half as many more.
     """
-    tokens, _ = data.batch(step)
+    tokens, _ = data.batch(0)
     found = []
     for predictor, (x, _) in zip(predictors, _mlp_inputs(model, tokens), strict=True):
-        rows = x[torch.randperm(x.shape[0], device=x.device)[: groups * batch]].float()
+        rows = x[torch.randperm(x.shape[0], device=x.device)[: 256 * batch]].float()
         scores = predictor.scores(rows[: len(rows) // batch * batch])
         best = scores.view(-1, batch, scores.shape[-1]).amax(1)
         new = copy.deepcopy(predictor)
@@ -169,38 +148,12 @@ def calibrated(
     return found
 
 
-def _chosen(predictor: Predictor, x: torch.Tensor) -> torch.Tensor:
-    """(..., d) -> (..., N): which neurons each token alone would have computed."""
-    return predictor.scores(x) > predictor.threshold
-
-
-def recall(model: GPT, predictors: Sequence[Predictor], data: TextData, batches: int) -> list[tuple[float, float]]:
-    """For each layer which part of the positive hidden values is chosen, and which share of the neurons that is."""
-    found: list[list[tuple[float, float]]] = [[] for _ in model.blocks]
-    for tokens, _ in data.validation_batches(batches):
-        for layer, (x, z) in enumerate(_mlp_inputs(model, tokens)):
-            with torch.no_grad(), _autocast():
-                chosen, positive = _chosen(predictors[layer], x), z > 0
-            hit = float((chosen & positive).sum() / positive.sum().clamp(min=1))
-            found[layer].append((hit, float(chosen.float().mean())))
-    return [tuple(sum(column) / len(parts) for column in zip(*parts, strict=True)) for parts in found]  # type: ignore
-
-
-def _largest(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """(..., N) -> which are among each row's largest, of which it gets as many as ``like`` has in that row."""
-    first = torch.arange(values.shape[-1], device=values.device) < like.sum(-1, keepdim=True)
-    return torch.empty_like(first).scatter_(-1, values.argsort(dim=-1, descending=True), first)
-
-
 @contextlib.contextmanager
-def _only(model: GPT, masks: Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor] | None) -> Iterator[None]:
-    """Hidden values outside of ``masks(layer, input, values)`` are zero within the context."""
-    if masks is None:
-        yield
-        return
+def _only(model: GPT, mask: Callable[[int, torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Hidden values outside of ``mask(layer, values)`` are zero within the context."""
 
     def masked(layer: int) -> Any:
-        return lambda _, inputs, out: out * masks(layer, inputs[0], out)
+        return lambda _, inputs, out: out * mask(layer, out)
 
     hooks = [block.up.register_forward_hook(masked(layer)) for layer, block in enumerate(model.blocks)]  # type: ignore
     try:
@@ -208,14 +161,6 @@ def _only(model: GPT, masks: Callable[[int, torch.Tensor, torch.Tensor], torch.T
     finally:
         for hook in hooks:
             hook.remove()
-
-
-@torch.no_grad()
-def loss_with(model: GPT, data: TextData, batches: int, masks: Any = None) -> float:
-    """The validation loss where only some neurons of each token are computed; ``None``: all."""
-    with _only(model, masks), _autocast():
-        losses = [model(*batch) for batch in data.validation_batches(batches)]
-    return float(torch.stack(losses).mean())
 
 
 # --- decoding -------------------------------------------------------------------------------------------------------
@@ -320,7 +265,7 @@ def error_ratio(model: GPT, predictors: Sequence[Predictor], data: TextData) -> 
         for block in reference.blocks:
             block.attention = "torch"  # type: ignore[assignment]
 
-        def mask(layer: int, _: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        def mask(layer: int, values: torch.Tensor) -> torch.Tensor:
             kept = torch.zeros_like(values)
             for position, ids in enumerate(chosen[layer]):
                 kept[0, position, ids[ids < kept.shape[-1]]] = 1
@@ -340,85 +285,45 @@ def error_ratio(model: GPT, predictors: Sequence[Predictor], data: TextData) -> 
 def measure(
     config: TrainConfig, folder: Path, about: dict[str, str], *, rank: int, predictor_steps: int,
     shares: Sequence[float] = SHARES, batches: Sequence[int] = (1, 8), samples: int = 5, count: int = 64,
-    evaluated: int = 4,
 ) -> None:  # fmt: skip
     """Trains one model and its predictors, and writes its rows."""
-    began = time.perf_counter()
     trainer = Trainer(config, progress=False)
     trainer.run()
     model, data = trainer.model, trainer.data
     assert isinstance(data, TextData)
     del trainer
-    trained = time.perf_counter() - began
     model.requires_grad_(False).eval()
     for linear in model.sparse_layers().values():
         linear.active_chunks = None
     predictors = train_predictors(model, data, rank=rank, steps=predictor_steps, first=config.steps)
-    rows: list[dict[str, Any]] = []
-
-    def note(what: str, value: float, *, layer: int | str = "all", share: float | str = "all") -> None:
-        rows.append({"width": config.width, "what": what, "layer": layer, "share": share, "value": f"{value:.5g}"})
-
-    for layer, active in enumerate(sparsity(model, data, evaluated)):
-        note("active", active, layer=layer)
-    note("loss dense", loss_with(model, data, evaluated))
-    routers = {
-        (share, batch): calibrated(model, predictors, data, share, batch=batch) for share in shares for batch in batches
-    }
-    for share in shares:
-
-        def predicted(layer: int, x: torch.Tensor, _: torch.Tensor, share: float = share) -> torch.Tensor:
-            return _chosen(routers[share, 1][layer], x)
-
-        def largest(layer: int, x: torch.Tensor, values: torch.Tensor, share: float = share) -> torch.Tensor:
-            return _largest(values, _chosen(routers[share, 1][layer], x))
-
-        for layer, (hit, computed) in enumerate(recall(model, routers[share, 1], data, evaluated)):
-            note("recall", hit, layer=layer, share=share)
-            note("computed", computed, layer=layer, share=share)
-        note("loss predicted", loss_with(model, data, evaluated, predicted), share=share)
-        note("loss largest", loss_with(model, data, evaluated, largest), share=share)
-    table = pd.DataFrame([{**row, **about} for row in rows]).astype(str)
-    record.write_results(folder / f"{LAYERS_STEM}.csv", table, key=LAYERS_KEY)
-    print(table[["width", "what", "layer", "share", "value"]].to_string(), flush=True)
-    print(
-        f"width {config.width}: trained in {trained:.1f} s, predictors and losses in {time.perf_counter() - began - trained:.1f} s"
-    )
-    ratio = error_ratio(model, routers[shares[0], 1], data)
-    graphs = (False, True) if runtime.DEVICE.type == "cuda" else (False,)
-    start = min(config.context, CONTEXT) // 2
-    hidden = model.config.mlp_ratio * config.width
+    ratio = error_ratio(model, calibrated(model, predictors, data, shares[0]), data)
+    real = runtime.DEVICE.type == "cuda"
+    context, hidden = min(config.context, CONTEXT), model.config.mlp_ratio * config.width
     others = 4 * config.width**2 * config.depth + data.vocab_size * config.width
     for batch in batches:
         for share in (1.0, *shares):
-            decoder = Decoder(
-                model, batch, min(config.context, CONTEXT),
-                predictors=None if share == 1.0 else routers[share, batch],
-                dtype=torch.bfloat16 if runtime.DEVICE.type == "cuda" else torch.float32,
-            )  # fmt: skip
+            chosen = None if share == 1.0 else calibrated(model, predictors, data, share, batch=batch)
+            dtype = torch.bfloat16 if real else torch.float32
+            decoder = Decoder(model, batch, context, predictors=chosen, dtype=dtype)
             mlp = 2 * share * hidden * config.width + (rank * (config.width + hidden) if share < 1 else 0)
             gb = 2 * (others + config.depth * mlp) / 1e9
-            for graph in graphs:
-                found = _step_ms(decoder, start, count, samples, graph=graph)
-                row = {
-                    "op": STEM, "mode": "forward", "provider": "dense" if share == 1.0 else "kernelbook",
-                    "dtype": str(decoder.dtype).removeprefix("torch."),
-                    "shape": f"width={config.width} depth={config.depth} rank={rank} B={batch} graph={int(graph)}",
-                    "x_name": "share", "x": f"{share:g}", "ms": f"{found.ms:.5g}", "ms_p20": f"{found.p20:.5g}",
-                    "ms_p80": f"{found.p80:.5g}", "gbytes": f"{gb:.6g}", "gflop": f"{batch * gb:.6g}",
-                    "peak_mib": "nan", "err_ratio": f"{ratio if share < 1 else math.nan:.3g}", "host_us": "nan", "gpus": "1",
-                }  # fmt: skip
-                record.write_results(
-                    folder / f"{STEM}.csv", pd.DataFrame([{**about, **row}], columns=list(record.COLUMNS))
-                )
-                print(f"{row['shape']} share {share:g}: {found.ms:.4f} ms", flush=True)
+            for graph in (False, True) if real else (False,):
+                found = _step_ms(decoder, context // 2, count, samples, graph=graph)
+                shape = f"width={config.width} depth={config.depth} rank={rank} B={batch} graph={int(graph)}"
+                written = row(
+                    STEM, "forward", "dense" if share == 1.0 else "kernelbook", dtype, shape, ("share", share), found,
+                    gbytes=gb, gflop=batch * gb, err_ratio=ratio if share < 1 else math.nan,
+                )  # fmt: skip
+                table = pd.DataFrame([{**about, **written}], columns=list(record.COLUMNS))
+                record.write_results(folder / f"{STEM}.csv", table)
+                print(f"{shape} share {share:g}: {found.ms:.4f} ms", flush=True)
             del decoder
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Trains and measures the widths that were asked for."""
     parser = argparse.ArgumentParser(prog="python -m bench.sparse_inference", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder of the two files")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the file")
     parser.add_argument("--widths", type=int, nargs="*", default=list(WIDTHS), choices=list(WIDTHS))
     parser.add_argument("--steps", type=int, default=300, help="of training each model (default: 300)")
     parser.add_argument("--predictor-steps", type=int, default=150, help="of training its predictors (default: 150)")
@@ -431,25 +336,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.tiny:
         config = dataclasses.replace(CONFIGS["tiny"], **common, steps=given.steps, eval_every=0)
         measure(config, given.out, about, rank=4, predictor_steps=given.predictor_steps, shares=(0.25,), batches=(1,),
-                samples=1, count=2, evaluated=1)  # fmt: skip
+                samples=1, count=2)  # fmt: skip
         return 0
-    if runtime.DEVICE.type == "cuda":
-        row = timing.ceilings_row(timing.measure_ceilings(quick=True), about["run"])
-        record.write_results(given.out / "ceilings.csv", row, key=("run",))
+    write_ceilings(given.out, about["run"], quick=True)
     for width in given.widths:
         config = dataclasses.replace(
             CONFIGS[WIDTHS[width]], **common, steps=given.steps, batch_size=8, eval_every=0, sparse_layers="mlp",
-            cuda_graph=runtime.DEVICE.type == "cuda", log_every=100,
+            cuda_graph=True, log_every=100,
         )  # fmt: skip
         measure(config, given.out, about, rank=width // 16, predictor_steps=given.predictor_steps)
-        if runtime.DEVICE.type == "cuda":
-            torch.cuda.empty_cache()
+        forget()
     return 0
 
 
 BENCH = Bench(
     name="sparse_inference",
-    keys={LAYERS_STEM: LAYERS_KEY},
     baselines={"dense": "torch"},
     run=lambda folder, select: main(["--out", str(folder), *(["--widths", *select.split(",")] if select else [])]),
     options=("select",),

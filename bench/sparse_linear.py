@@ -2,12 +2,11 @@
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from bench import Bench
+from bench import Bench, step
 from bench.models import MODELS
 from kernelbook import check, runtime
 from kernelbook.lab import timing
@@ -128,37 +127,27 @@ def _backward(m: int, d_in: int, d_out: int, fraction: float, dtype: torch.dtype
 
 
 def _step(m: int, d_in: int, d_out: int, fraction: float, dtype: torch.dtype) -> timing.Problem:
-    """Forward and backward through autograd, both sparse modes beside the dense layer; -> y, dW, db, dX."""
+    """Forward and backward through autograd, both sparse modes beside the dense layer; -> y, dX, dW, db."""
     x, weight, dy, ids = _inputs(m, d_in, d_out, fraction, dtype)
     bias = torch.randn(d_out, dtype=dtype, device=x.device)
     features = active_features_reference(ids, d_out, CHUNK)
-    leaves = tuple(t.requires_grad_() for t in (weight, bias, x))
-
-    def step(layer: Callable[..., torch.Tensor], **how: Any) -> Callable[[], Tensors]:
-        def call() -> Tensors:
-            y = layer(x, weight, bias, **how)
-            return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
-
-        return call
-
-    given: dict[str, Any] = {"active_chunks": ids, "chunk_size": CHUNK}
+    leaves = [t.requires_grad_() for t in (x, weight, bias)]
+    sparse = functools.partial(op.sparse_linear, active_chunks=ids, chunk_size=CHUNK)
     calls: Calls = {
-        "dense": step(F.linear),
-        "kernelbook": step(op.sparse_linear, mode="sparse_dw_dx", **given),
-        "kernelbook:sparse_dw": step(op.sparse_linear, mode="sparse_dw", **given),
+        "dense": step(F.linear, leaves, dy),
+        "kernelbook": step(functools.partial(sparse, mode="sparse_dw_dx"), leaves, dy),
+        "kernelbook:sparse_dw": step(functools.partial(sparse, mode="sparse_dw"), leaves, dy),
     }
 
     def masked(out: Tensors) -> Tensors:
         """Without dX, which each of the three means in its own way."""
-        kept = (torch.zeros_like(t).index_copy_(0, features, t.index_select(0, features)) for t in out[1:3])
+        kept = (torch.zeros_like(t).index_copy_(0, features, t.index_select(0, features)) for t in out[2:])
         return [out[0], *kept]
 
     def truth() -> Tensors:
-        with torch.no_grad():
-            y = F.linear(x.double(), weight.double(), bias.double())
-            return masked([y, dy.double().t() @ x.double(), dy.double().sum(0)])
+        return masked(step(F.linear, [t.detach().double().requires_grad_() for t in leaves], dy.double())())
 
-    views: Views = {name: (masked if name == "dense" else lambda out: out[:3]) for name in calls}
+    views: Views = {name: (masked if name == "dense" else lambda out: [out[0], *out[2:]]) for name in calls}
     return timing.Problem(calls, truth, lambda: masked(calls["dense"]()), check.GRADIENT_FACTOR, views)
 
 
@@ -177,23 +166,15 @@ def _forward(m: int, d_in: int, d_out: int, fraction: float, dtype: torch.dtype)
         "kernelbook": lambda: [op.sparse_forward(x, weight, bias, ids, chunk_size=CHUNK)],
         "kernelbook:compact": lambda: [op.sparse_forward(x, weight, bias, ids, chunk_size=CHUNK, compact=True)],
     }
-    masked = functools.partial(_masked_columns, features=features)
-    return _problem(
-        calls,
-        lambda: [
-            sparse_forward_reference(x.double(), weight.double(), bias.double(), ids, chunk_size=CHUNK, compact=False)
-        ],
-        {
-            "dense": lambda out: [masked(out[0])],
-            "kernelbook:compact": lambda out: [_expanded(out[0].t(), features, d_out).t()],
-        },
-        check.FORWARD_FACTOR,
-        dtype,
-    )
 
+    def truth() -> Tensors:
+        return [sparse_forward_reference(x.double(), weight.double(), bias.double(), ids, chunk_size=CHUNK)]
 
-def _masked_columns(y: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(y).index_copy_(1, features, y[:, features])
+    views: Views = {
+        "dense": lambda out: [torch.zeros_like(out[0]).index_copy_(1, features, out[0][:, features])],
+        "kernelbook:compact": lambda out: [_expanded(out[0].t(), features, d_out).t()],
+    }
+    return _problem(calls, truth, views, check.FORWARD_FACTOR, dtype)
 
 
 def backward_case(
@@ -207,72 +188,36 @@ def backward_case(
     elements = m * active + with_dw * (m * d_in + d_out * d_in + d_out) + with_dx * (active * d_in + m * d_in)
     name = {"all": "sparse_linear", "dw": "sparse_dw", "dx": "sparse_dx"}[wanted]
     flop = 2 * m * d_in * active * (with_dw + with_dx)
-    return _case(name, "backward", shape, fraction, dtype, elements, flop, _backward, wanted)
+    build = functools.partial(_backward, *shape, fraction, dtype, wanted)
+    return _case(name, "backward", shape, fraction, elements, flop, build, dtype)
 
 
-def _forward_case(shape: tuple[int, int, int], fraction: float, dtype: torch.dtype) -> timing.Case:
+def _forward_case(shape: tuple[int, int, int], fraction: float) -> timing.Case:
     m, d_in, d_out = shape
     active = active_count(d_out, fraction) * CHUNK
     # Read: x, active rows of W. Written: Y with its zeros.
     elements = m * d_in + active * d_in + active + m * d_out
-    return _case("sparse_forward", "forward", shape, fraction, dtype, elements, 2 * m * d_in * active, _forward)
+    build = functools.partial(_forward, *shape, fraction, torch.bfloat16)
+    return _case("sparse_forward", "forward", shape, fraction, elements, 2 * m * d_in * active, build)
 
 
-def _step_case(shape: tuple[int, int, int], fraction: float, dtype: torch.dtype) -> timing.Case:
+def _step_case(shape: tuple[int, int, int], fraction: float) -> timing.Case:
     m, d_in, d_out = shape
     active = active_count(d_out, fraction) * CHUNK
     # As forward (dense) and backward.
     elements = m * d_in + d_out * d_in + m * d_out + m * active + 2 * m * d_in + d_out * d_in + active * d_in
     flop = 2 * m * d_in * (d_out + 2 * active)
-    return _case("sparse_linear", "forward_backward", shape, fraction, dtype, elements, flop, _step)
+    build = functools.partial(_step, *shape, fraction, torch.bfloat16)
+    return _case("sparse_linear", "forward_backward", shape, fraction, elements, flop, build)
 
 
 def _case(
-    name: str,
-    mode: str,
-    shape: tuple[int, int, int],
-    fraction: float,
-    dtype: torch.dtype,
-    elements: int,
-    flop: int,
-    build: Callable[..., timing.Problem],
-    *how: str,
-) -> timing.Case:
-    m, d_in, d_out = shape
-    return timing.Case(
-        op=name,
-        mode=mode,
-        dtype=dtype,
-        shape={"M": m, "d_in": d_in, "d_out": d_out, "chunk_size": CHUNK},
-        x_name="active",
-        x=fraction,
-        gbytes=elements * dtype.itemsize / 1e9,
-        gflop=flop / 1e9,
-        build=lambda: build(m, d_in, d_out, fraction, dtype, *how),
-    )
-
-
-def _first_call() -> timing.Case:
-    m, d_in, d_out = SHAPES[-1]
-    code = f"""
-import kernelbook as kb
-x = torch.randn({m}, {d_in}, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-w = torch.randn({d_out}, {d_in}, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-ids = torch.arange(26, device="cuda")
-# first call
-kb.sparse_linear(x, w, None, ids, mode="sparse_dw_dx").sum().backward()
-"""
-    return timing.Case(
-        op="sparse_linear",
-        mode="first_call",
-        dtype=torch.bfloat16,
-        shape={"M": m, "d_in": d_in, "d_out": d_out, "chunk_size": CHUNK},
-        x_name="active",
-        x=0.1,
-        gbytes=0.0,
-        gflop=0.0,
-        build=lambda: timing.FirstCall({"kernelbook": code}),
-    )
+    name: str, mode: str, shape: tuple[int, int, int], fraction: float, elements: int, flop: int,
+    build: Callable[[], timing.Problem], dtype: torch.dtype = torch.bfloat16,
+) -> timing.Case:  # fmt: skip
+    sizes = dict(zip(("M", "d_in", "d_out"), shape, strict=True)) | {"chunk_size": CHUNK}
+    gbytes = elements * dtype.itemsize / 1e9
+    return timing.Case(name, mode, dtype, sizes, "active", fraction, gbytes, flop / 1e9, build)
 
 
 def cases() -> Iterator[timing.Case]:
@@ -285,9 +230,8 @@ def cases() -> Iterator[timing.Case]:
     for fraction in FRACTIONS:
         yield backward_case(SHAPES[-1], fraction, wanted="dw")
         yield backward_case(SHAPES[-1], fraction, wanted="dx")
-        yield _forward_case(SHAPES[-1], fraction, torch.bfloat16)
-        yield _step_case(SHAPES[-1], fraction, torch.bfloat16)
-    yield _first_call()
+        yield _forward_case(SHAPES[-1], fraction)
+        yield _step_case(SHAPES[-1], fraction)
 
 
 def models() -> Iterator[timing.Case]:

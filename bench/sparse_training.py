@@ -3,7 +3,7 @@
 ``python -m bench.sparse_training --width 512 1024 2048 --out book/results`` writes, below the folder of the GPU at hand:
 
     sparse_training.csv            the time of a training step, by mode, scheduler and share of active chunks
-    sparse_training_parts.csv      where that time goes, by kernels
+    sparse_training_parts.csv      how much of that time is the optimizer's
     sparse_training_scores.csv     how well each scheduler finds a planted teacher's chunks
     sparse_training_curves.jsonl   one run a line: losses against steps and seconds
     sparse_training_budgets.csv    the loss after equal seconds, where each run's schedule ends with them
@@ -15,7 +15,6 @@ shared out among GPUs, each with a folder of its own; ``--merge FOLDER ...`` the
 import argparse
 import dataclasses
 import functools
-import gc
 import itertools
 import json
 import math
@@ -31,7 +30,7 @@ import pandas as pd
 import torch
 from tqdm import tqdm
 
-from bench import Bench
+from bench import Bench, forget, row, write_ceilings
 from kernelbook import check, runtime
 from kernelbook.lab import profiling, record, timing
 from kernelbook.nn.gpt import GPT, OUTPUTS
@@ -51,14 +50,8 @@ SCORED = 0.125  # active chunks of the planted teacher: as many as are planted
 CURVE_STEPS = {512: 300, 1024: 300, 2048: 200, 4096: 100}
 SPARSE_MODES = ("sparse_dw", "sparse_dw_dx")
 CHOOSERS = tuple(name for name in SCHEDULERS if name not in ("all", "oracle"))
-LONG_STEPS = 4096  # the width from which on steps take so long that fewer variants are measured
 BUDGET_SECONDS = {512: 1.5, 1024: 3.0, 2048: 8.0, 4096: 16.0}
 WARM = 1 / 8  # the share of a run that is dense at its beginning
-PARTS_COLUMNS = ("run", "shape", "provider", "active", "part", "device_ms", "launches", *record.ENVIRONMENT)
-BUDGET_COLUMNS = (
-    "run", "shape", "provider", "active", "lr", "sparse_lr", "seed", "budget_seconds", "step_ms", "dense_steps", "steps",
-    "train_loss", "validation_loss", "clock_seconds", *record.ENVIRONMENT,
-)  # fmt: skip
 # What tells one row, or one line, from another.
 KEYS: dict[str, tuple[str, ...]] = {
     f"{STEM}_parts": ("shape", "provider", "active", "part"),
@@ -66,12 +59,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     f"{STEM}_budgets": ("shape", "provider", "active", "lr", "sparse_lr", "seed", "budget_seconds"),
     f"{STEM}_curves": ("provider", "active", "sparse_lr", "width", "seed", "steps"),
 }
-SCORE_COLUMNS = ("run", "families", "scheduler", "seed", "active", "precision", "recall", "energy", *record.ENVIRONMENT)
-
-
-# What the study runs of this package: the training loop and the model. The rooms' kernels have digests of their own.
-_TRAIN = ("capture", "chunks", "files", "kernels", "loop", "optimizer", "schedulers", "seeds", "synthetic", "text")
-_NN = ("compact", "gpt", "layers")
+PARTS = {"optimizer": ("_adamw", "adam", "FusedAdam")}  # by what the names of its kernels contain
 
 
 # --- what is trained ------------------------------------------------------------------------------------------------
@@ -137,12 +125,13 @@ def step_gflop(config: TrainConfig, vocab_size: int) -> float:
 # --- the time of a step ---------------------------------------------------------------------------------------------
 
 
-def _step_times(enqueue: Callable[[int], object], warm: int, count: int, *, graph: bool = True) -> timing.Timing:
+def _step_times(enqueue: Callable[[int], object], *, graph: bool = True) -> timing.Timing:
     """The time from one step's end to the next one's, the queue never empty.
 
     With ``graph`` the host gets a head start: what else it has to do then does not count. Without, a step is what the
     host makes of it.
     """
+    warm, count = 6, 30
     for step in range(warm):
         enqueue(step)
     cycles_per_ms = torch.cuda.get_device_properties(torch.cuda.current_device()).clock_rate  # which is in kHz
@@ -162,9 +151,9 @@ def _step_times(enqueue: Callable[[int], object], warm: int, count: int, *, grap
     return timing.Timing.of([a.elapsed_time(b) for a, b in itertools.pairwise(events)])
 
 
-def _trainer(variant: Variant, width: int, data: Data, **changes: Any) -> Trainer:
+def _trainer(variant: Variant, width: int, data: Data) -> Trainer:
     # Sparse from the first step on: random chunks are as good as any for timing.
-    return Trainer(variant.config(width, dense_steps=0, **changes), data, progress=False)
+    return Trainer(variant.config(width, dense_steps=0), data, progress=False)
 
 
 def _error_ratio(variant: Variant, width: int, data: Data) -> float:
@@ -193,11 +182,8 @@ def _error_ratio(variant: Variant, width: int, data: Data) -> float:
     reference, baseline, ours = gradients(False, "float32"), gradients(False, "bfloat16"), gradients(True, "bfloat16")
     names = list(layers)
     compared = range(len(names)) if variant.mode == "sparse_dw" else [len(names) - 1]
-    verdicts = [
-        check.compare(names[i], ours[i], reference[i], baseline[i], factor=check.GRADIENT_FACTOR, floor=2.0**-8)
-        for i in compared
-    ]
-    return max(verdict.require().ratio for verdict in verdicts)
+    how = {"factor": check.GRADIENT_FACTOR, "floor": 2.0**-8}
+    return max(check.compare(names[i], ours[i], reference[i], baseline[i], **how).require().ratio for i in compared)
 
 
 class _PlainLayerNorm(torch.nn.LayerNorm):
@@ -206,14 +192,6 @@ class _PlainLayerNorm(torch.nn.LayerNorm):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         weight, bias = self.weight.to(input.dtype), self.bias.to(input.dtype)
         return torch.nn.functional.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
-
-
-def _fresh_peak() -> int:
-    """Starts the peak of memory anew; the bytes that earlier experiments still hold, which are not this one's."""
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    return torch.cuda.memory_allocated()
 
 
 def _plain_step(width: int, data: Data) -> Callable[[int], object]:
@@ -250,43 +228,26 @@ def _plain_step(width: int, data: Data) -> Callable[[int], object]:
     return enqueue
 
 
-def step_variants(*, every: bool = True) -> Iterator[Variant]:
-    """All that is timed at a width; without ``every`` by one scheduler only, whose choice costs what the others' do."""
+def step_variants() -> Iterator[Variant]:
+    """All that is timed at a width, by one scheduler, whose choice costs what the others' do."""
     yield Variant()
-    if not every:
-        for mode in SPARSE_MODES:
-            for active in (*FRACTIONS, 0.5):
-                yield Variant(mode, "ema_topk", active)
-            yield Variant(mode, "ema_topk", 0.1, sparse_layers="mlp")
-        return
     yield Variant(graph=False)
-    for mode, active in itertools.product(SPARSE_MODES, FRACTIONS):
-        for scheduler in (*CHOOSERS, "oracle"):
-            yield Variant(mode, scheduler, active)
-    for active in FRACTIONS:
-        yield Variant("sparse_dw_dx", "ema_topk", active, sparse_dx="inputs")
+    yield Variant("sparse_dw_dx", "ema_topk", 0.1, sparse_dx="inputs")
     for mode in SPARSE_MODES:
-        yield Variant(mode, "ema_topk", 0.5)
+        for active in (*FRACTIONS, 0.5):
+            yield Variant(mode, "ema_topk", active)
         yield Variant(mode, "ema_topk", 0.1, inactive="decay")
         yield Variant(mode, "ema_topk", 0.1, graph=False)
         yield Variant(mode, "ema_topk", 0.1, sparse_layers="mlp")
-        yield Variant(mode, "ema_topk", 0.25, sparse_layers="mlp")
 
 
-def curve_variants(*, settings: bool = True) -> Iterator[Variant]:
-    """All that is trained for as many steps as dense, at each width; with ``settings`` in other settings too."""
+def curve_variants(*, half: bool = True) -> Iterator[Variant]:
+    """All that is trained for as many steps as dense, at each width; with ``half`` half of the chunks too."""
     yield Variant()
     for active, mode, scheduler in itertools.product(FRACTIONS, SPARSE_MODES, (*CHOOSERS, "oracle")):
         yield Variant(mode, scheduler, active)
-    if not settings:
-        return
-    for mode in SPARSE_MODES:
+    for mode in SPARSE_MODES if half else ():
         yield Variant(mode, "ema_topk", 0.5)
-    for active in FRACTIONS:
-        yield Variant("sparse_dw_dx", "ema_topk", active, sparse_dx="inputs")
-    for mode in SPARSE_MODES:
-        yield Variant(mode, "ema_topk", 0.1, inactive="decay")
-        yield Variant(mode, "ema_topk", 0.1, sparse_lr=4.0)
 
 
 def budget_variants(*, settings: bool = True) -> Iterator[tuple[Variant, float]]:
@@ -342,13 +303,11 @@ class Study:
         except Exception:  # the other experiments go on
             self.failures += 1
             print(f"{name} FAILED\n{traceback.format_exc()}", flush=True)
-        gc.collect()
-        torch.cuda.empty_cache()
+        forget()
 
     def _ceilings(self) -> None:
         if not self._ceilings_written:
-            row = timing.ceilings_row(timing.measure_ceilings(), self.run)
-            record.write_results(self.out / "ceilings.csv", row, key=("run",))
+            write_ceilings(self.out, self.run)
             self._ceilings_written = True
 
     def _recorded(self, stem: str, **wanted: Any) -> bool:
@@ -360,13 +319,17 @@ class Study:
             rows = rows.loc[rows[name] == str(value)]
         return len(rows) > 0
 
+    def _write(self, table: str, figures: dict[str, Any]) -> None:
+        rows = pd.DataFrame([{"run": self.run, **figures, **self.about}])
+        record.write_results(self.out / f"{STEM}_{table}.csv", rows, key=KEYS[f"{STEM}_{table}"])
+
     # --- steps ---
 
     def steps(self) -> None:
         """Rows of ``sparse_training.csv``: plain PyTorch, and every variant."""
         self._ceilings()
         self.attempt(f"step {self.width} torch", 10, self._torch_step)
-        for variant in step_variants(every=self.width < LONG_STEPS):
+        for variant in step_variants():
             self.attempt(
                 f"step {self.width} {variant.provider} {variant.sparse_layers} {variant.active:g}",
                 8,
@@ -377,11 +340,7 @@ class Study:
         config = Variant().config(self.width)
         if self._recorded(STEM, provider="torch", shape=_shape(config)):
             return "recorded already"
-        before = _fresh_peak()
-        enqueue = _plain_step(self.width, self.data)
-        found = _step_times(enqueue, 5, 30)
-        self._write_step("torch", config, found, (torch.cuda.max_memory_allocated() - before) / 2**20, math.nan)
-        return f"{found.ms:.3f} ms"
+        return self._timed("torch", config, lambda: _plain_step(self.width, self.data), math.nan)
 
     def _step(self, variant: Variant) -> str:
         config = variant.config(self.width, dense_steps=0)
@@ -393,33 +352,37 @@ class Study:
             if key not in self._ratios:
                 self._ratios[key] = _error_ratio(variant, self.width, self.data)
             ratio = self._ratios[key]
-        before = _fresh_peak()
-        trainer = _trainer(variant, self.width, self.data)
-        found = _step_times(trainer._enqueue, 6, 30, graph=variant.graph)
-        peak = (torch.cuda.max_memory_allocated() - before) / 2**20
-        self._write_step(variant.provider, config, found, peak, ratio)
-        return f"{found.ms:.3f} ms, error ratio {ratio:.2f}"
+        trainer = functools.partial(_trainer, variant, self.width, self.data)
+        return self._timed(variant.provider, config, lambda: trainer()._enqueue, ratio, graph=variant.graph)
 
-    def _write_step(self, provider: str, config: TrainConfig, found: timing.Timing, peak: float, ratio: float) -> None:
-        row = {
-            "run": self.run, "op": STEM, "mode": "step", "provider": provider, "dtype": config.dtype,
-            "shape": _shape(config), "x_name": "active", "x": f"{config.active:.12g}",
-            "ms": f"{found.ms:.5g}", "ms_p20": f"{found.p20:.5g}", "ms_p80": f"{found.p80:.5g}",
-            "gbytes": "0", "gflop": f"{step_gflop(config, self.data.vocab_size):.6g}",
-            "peak_mib": f"{peak:.5g}", "err_ratio": f"{ratio:.3g}", **self.about,
-        }  # fmt: skip
-        record.write_results(self.out / f"{STEM}.csv", pd.DataFrame([row], columns=list(record.COLUMNS)))
+    def _timed(
+        self, provider: str, config: TrainConfig, make: Callable[[], Callable[[int], object]], ratio: float, *,
+        graph: bool = True,
+    ) -> str:  # fmt: skip
+        """Times the steps that ``make`` makes, and writes the row."""
+        forget()  # its peak of memory is not that of experiments before
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        found = _step_times(make(), graph=graph)
+        peak = (torch.cuda.max_memory_allocated() - before) / 2**20
+        written = row(
+            STEM, "step", provider, getattr(torch, config.dtype), _shape(config), ("active", config.active), found,
+            gbytes=0, gflop=step_gflop(config, self.data.vocab_size), peak_mib=peak, err_ratio=ratio,
+        )  # fmt: skip
+        table = pd.DataFrame([{"run": self.run, **written, **self.about}], columns=list(record.COLUMNS))
+        record.write_results(self.out / f"{STEM}.csv", table)
+        return f"{found.ms:.3f} ms, error ratio {ratio:.2f}"
 
     # --- parts ---
 
     def parts(self) -> None:
-        """Rows of ``sparse_training_parts.csv``: device time of a step's kernels by kind."""
-        for variant in (Variant(), *(Variant(mode, "knn", 0.1) for mode in SPARSE_MODES)):
+        """Rows of ``sparse_training_parts.csv``: device time of a step's kernels, the optimizer's and the others'."""
+        for variant in (Variant(), Variant("sparse_dw", "knn", 0.1)):
             self.attempt(f"parts {self.width} {variant.provider}", 8, functools.partial(self._parts, variant))
 
     def _parts(self, variant: Variant) -> str:
         config = variant.config(self.width, dense_steps=0)
-        key = {"provider": variant.provider, "shape": _shape(config), "active": f"{variant.active:g}"}
+        key = {"shape": _shape(config), "provider": variant.provider, "active": f"{variant.active:g}"}
         if self._recorded(f"{STEM}_parts", **key):
             return "recorded already"
         # Eagerly: the profiler sees the kernels of a graph as well, but the autograd of a step is what it can attribute.
@@ -428,35 +391,22 @@ class Study:
             trainer._enqueue(step)
         numbers = itertools.count(4)
         kernels = profiling.device_kernels(lambda: trainer._enqueue(next(numbers)), calls=5)
-        parts, names = (profiling.sums(kernels, part, calls=5) for part in (part_of, str))
-        for name, (ms, _) in sorted(names.items(), key=lambda item: -item[1][0])[:40]:
-            print(f"  {ms:8.4f} ms  {part_of(name):20} {name[:110]}")
-        table = [
-            {"run": self.run, **key, "part": part, "device_ms": f"{ms:.5g}", "launches": f"{count:g}", **self.about}
-            for part, (ms, count) in parts.items()
-        ]
-        record.write_results(
-            self.out / f"{STEM}_parts.csv", pd.DataFrame(table, columns=list(PARTS_COLUMNS)),
-            key=KEYS[f"{STEM}_parts"],
-        )  # fmt: skip
+        parts = profiling.sums(kernels, functools.partial(profiling.part_of, parts=PARTS, rest="others"), calls=5)
+        for part, (ms, count) in parts.items():
+            self._write("parts", {**key, "part": part, "device_ms": f"{ms:.5g}", "launches": f"{count:g}"})
         return f"{sum(ms for ms, _ in parts.values()):.3f} ms in all"
 
     # --- curves ---
 
-    def curves(self, seeds: Sequence[int], steps: int) -> None:
+    def curves(self, seeds: Sequence[int]) -> None:
         """Lines of ``sparse_training_curves.jsonl``: dense, and each scheduler in each mode at each share."""
-        estimate = 10.0
-        runs = [(seed, variant) for seed in seeds for variant in curve_variants(settings=seed == seeds[0])]
+        runs = [(seed, variant) for seed in seeds for variant in curve_variants(half=seed == seeds[0])]
         for seed, variant in runs:
-            started = time.monotonic()
-            self.attempt(
-                f"curve {self.width} {variant.provider} {variant.active:g} seed {seed}", 1.5 * estimate,
-                functools.partial(self._curve, variant, seed, steps),
-            )  # fmt: skip
-            estimate = max(2.0, min(estimate, time.monotonic() - started))
+            name = f"curve {self.width} {variant.provider} {variant.active:g} seed {seed}"
+            self.attempt(name, 15, functools.partial(self._curve, variant, seed))
 
-    def _curve(self, variant: Variant, seed: int, steps: int) -> str:
-        path = self.out / f"{STEM}_curves.jsonl"
+    def _curve(self, variant: Variant, seed: int) -> str:
+        path, steps = self.out / f"{STEM}_curves.jsonl", CURVE_STEPS[self.width]
         key = {
             "provider": variant.provider, "mode": variant.mode, "scheduler": variant.scheduler, "active": variant.active,
             "inactive": variant.inactive, "sparse_lr": variant.sparse_lr, "sparse_dx": variant.sparse_dx,
@@ -487,10 +437,7 @@ class Study:
             "validation_steps": [r["step"] for r in evaluated],
             "validation_seconds": [round(r["seconds"], 3) for r in evaluated],
             "validation_loss": [round(r["validation_loss"], 4) for r in evaluated],
-            "probe_steps": [r["step"] for r in probed],
-            "probe_recall": [round(r["recall"], 4) for r in probed],
             "probe_energy": [round(r["energy"], 4) for r in probed],
-            "tokens_per_second": round(statistics.median(r["tokens_per_second"] for r in records if "tokens_per_second" in r)),
             "corpus": self.data.digest, "vocab_size": self.data.vocab_size,
             **self.about,
         }  # fmt: skip
@@ -502,8 +449,7 @@ class Study:
     def budgets(self, seeds: Sequence[int]) -> None:
         """Rows of ``sparse_training_budgets.csv``: each variant takes as many steps as fit into the same seconds."""
         self._ceilings()
-        more = seeds[:1] if self.width < LONG_STEPS else []
-        runs = [(seed, *what) for seed in seeds for what in budget_variants(settings=seed in more)]
+        runs = [(seed, *what) for seed in seeds for what in budget_variants(settings=seed == seeds[0])]
         for seed, variant, lr in runs:
             self.attempt(
                 f"budget {self.width} {variant.provider} {variant.active:g} lr x{lr:g} x{variant.sparse_lr:g} seed {seed}",
@@ -517,7 +463,7 @@ class Study:
             if variant.mode != "dense":
                 _error_ratio(variant, self.width, self.data)
             trainer = _trainer(variant, self.width, self.data)
-            self._ms[key] = _step_times(trainer._enqueue, 6, 30).ms
+            self._ms[key] = _step_times(trainer._enqueue).ms
         return self._ms[key]
 
     def _budget(self, variant: Variant, lr_times: float, seed: int) -> str:
@@ -539,27 +485,24 @@ class Study:
         self.data.seed = seed  # type: ignore[attr-defined]
         trainer = Trainer(config, self.data, progress=False)
         trainer.run()
-        row = {
-            "run": self.run, **key, "step_ms": f"{ms:.5g}", "dense_steps": dense_steps, "steps": steps,
+        outcome = {
+            **key, "step_ms": f"{ms:.5g}", "dense_steps": dense_steps, "steps": steps,
             "train_loss": f"{statistics.fmean(trainer.losses()[-20:]):.4f}",
             "validation_loss": f"{trainer.validation_losses()[-1]:.4f}",
-            "clock_seconds": f"{trainer.seconds:.3f}", **self.about,
+            "clock_seconds": f"{trainer.seconds:.3f}",
         }  # fmt: skip
-        name = f"{STEM}_budgets.csv"
-        record.write_results(self.out / name, pd.DataFrame([row], columns=list(BUDGET_COLUMNS)), key=KEYS[name])
-        return f"validation loss {row['validation_loss']} after {steps} steps in {trainer.seconds:.1f} s"
+        self._write("budgets", outcome)
+        return f"validation loss {outcome['validation_loss']} after {steps} steps in {trainer.seconds:.1f} s"
 
     # --- scores ---
 
-    def scores(self, seeds: Sequence[int], steps: int) -> None:
+    def scores(self, seeds: Sequence[int]) -> None:
         """Rows of ``sparse_training_scores.csv``: precision, recall and energy on a planted teacher."""
         for seed, families, name in itertools.product(seeds, (8, None), [*CHOOSERS, _ShuffledKnn.name, "oracle"]):
-            self.attempt(
-                f"scores {name} families {families} seed {seed}", 5,
-                functools.partial(self._score, name, families, seed, steps),
-            )  # fmt: skip
+            experiment = functools.partial(self._score, name, families, seed)
+            self.attempt(f"scores {name} families {families} seed {seed}", 5, experiment)
 
-    def _score(self, name: str, families: int | None, seed: int, steps: int) -> str:
+    def _score(self, name: str, families: int | None, seed: int) -> str:
         key = {"families": families or 0, "scheduler": name, "seed": seed, "active": SCORED}
         if self._recorded(f"{STEM}_scores", **key):
             return "recorded already"
@@ -567,33 +510,10 @@ class Study:
         layout = Layout.of_fraction([teacher.chunks], SCORED)
         shuffled = name == _ShuffledKnn.name
         scheduler = _ShuffledKnn(layout, seed=seed) if shuffled else make_scheduler(name, layout, seed=seed)
-        table = pd.DataFrame(list(score_scheduler(teacher, scheduler, steps)))
+        table = pd.DataFrame(list(score_scheduler(teacher, scheduler, 160)))
         mean = table[["precision", "recall", "energy"]].mean()
-        row = {"run": self.run, **key, **{n: f"{v:.4f}" for n, v in mean.items()}, **self.about}
-        record.write_results(
-            self.out / f"{STEM}_scores.csv",
-            pd.DataFrame([row], columns=list(SCORE_COLUMNS)),
-            key=KEYS[f"{STEM}_scores"],
-        )
+        self._write("scores", {**key, **{str(name): f"{value:.4f}" for name, value in mean.items()}})
         return f"recall {mean['recall']:.3f}, energy {mean['energy']:.3f}"
-
-
-# A part by what the names of its kernels contain; the first that fits.
-_PARTS = {
-    "sparse products": ("_sparse_linear_bwd", "_sparse_linear_place", "_sparse_linear_pack", "_sparse_linear_fwd"),
-    "layer norm": ("_layer_norm", "layer_norm"),
-    "optimizer": ("_adamw", "adam", "FusedAdam"),
-    "norms and clipping": ("_chunk_norms", "lpnorm", "LpNorm", "norm_", "NormOps", "NormTwoOps", "vector_norm"),
-    "scheduler": ("_knn_scores", "_top_chunks"),
-    "attention": ("attention", "flash", "fmha", "cudnn", "sdpa", "attn"),
-    "dense products": ("gemm", "nvjet", "cutlass", "cublas", "splitKreduce"),
-    "GELU": ("Gelu", "gelu"),
-    "loss": ("softmax", "SoftMax", "nll_loss"),
-    "embedding": ("embedding", "Embedding"),
-}
-
-
-part_of = functools.partial(profiling.part_of, parts=_PARTS, rest="casts, sums, copies")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -605,19 +525,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--what", default="scores,steps,parts,curves,budgets", help="what to run, in this order, each at every width"
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="seeds of curves and scores (default: 0)")
-    parser.add_argument("--steps", type=int, default=None, help="steps of a curve (default: by width)")
     parser.add_argument("--minutes", type=float, default=60.0, help="begin nothing that would end later (default: 60)")
     given = parser.parse_args(arguments)
     if runtime.DEVICE.type != "cuda" and given.what != "scores":  # which are no times
         print("study: there is no GPU here, and the interpreter's times say nothing about one.", file=sys.stderr)
         return 2
-    deadline = time.monotonic() + 60 * given.minutes
-    study = Study(given.out or record.results_dir(), deadline)
+    study = Study(given.out or record.results_dir(), deadline=time.monotonic() + 60 * given.minutes)
     experiments: dict[str, Callable[[], None]] = {
         "steps": study.steps,
         "parts": study.parts,
         "budgets": lambda: study.budgets(given.seeds),
-        "curves": lambda: study.curves(given.seeds, given.steps or CURVE_STEPS[study.width]),
+        "curves": lambda: study.curves(given.seeds),
     }
     wanted = given.what.split(",")
     for name in wanted:
@@ -625,7 +543,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(f"--what must name some of scores, {', '.join(experiments)}, got {name!r}")
     for name in tqdm(wanted, unit="part"):
         if name == "scores":  # of no width
-            study.scores(given.seeds, 160)
+            study.scores(given.seeds)
         else:
             for study.width in given.width:
                 experiments[name]()

@@ -6,14 +6,15 @@ nothing is downloaded, and no time depends on what the weights are. Tasks:
 - ``step``: a step of LoRA fine-tuning (rank 16, on the experts and on attention's projections): forward, backward, AdamW;
 - ``prefill``: a forward pass of a prompt into an empty cache;
 - ``decode``: one more token for each sequence, with a static cache that holds 2,048;
-- ``generate``: the same by ``model.generate``, which chooses the tokens too: the time of 64 of them over 64.
+- ``generate``: the same by ``model.generate``, which chooses the tokens too: the time of 64 of them over 64;
+- ``copies``: each layer's experts copied from the host once, which a step does twice: its floor where experts are offloaded.
 
 Providers, on the same weights as far as they are the same:
 
 - ``grouped_mm``, ``batched_mm``: transformers' experts in bfloat16, its attention (PyTorch's) and its norms; PEFT's LoRA;
 - ``bitsandbytes``: the same with the experts in its 4 bits, which are made dense where they are read;
 - ``kernelbook``: experts in 4 bits (doubly quantized), attention and norms on the kernels; ``kernelbook:dense`` on the
-  bfloat16 weights; ``kernelbook:all`` with attention's projections and the head in 4 bits too;
+  bfloat16 weights; ``kernelbook:offloaded`` with the experts in pinned host memory;
 - ``torch``: PyTorch's own layers, for a model without experts.
 
 gpt-oss' experts are in MXFP4 instead, as they are published, and its baseline is the model that transformers makes dense,
@@ -29,19 +30,17 @@ A row's ``ms`` is wall time with the device waited for, ``host_us`` the host's p
 ``peak_mib`` everything that the process holds on the GPU, the model included. ``setup_s`` is what passes before it has that
 speed, for a model that is there: its first calls, with what they compile (kernels that the process has not compiled before)
 and capture. ``add_host_us`` says how busy the host was. ``err_ratio`` is of the same architecture at a
-tiny size in float32, checked in the same process. ``whole_model_parts.csv`` says by the profiler where a step's time goes;
-what no kernel covers is the part ``none``: the device waits for the host.
+tiny size in float32, checked in the same process. ``whole_model_parts.csv`` says by the profiler what of a call's time no
+kernel covers, as the part ``none``: the device waits for the host.
 
 ``whole_model_bits.csv`` has the models within :func:`kernelbook.same_bits` (provider ``kernelbook:same_bits``) beside the default,
-both of one run. ``whole_model_skewed.csv`` has steps whose routers want some experts more than others, as trained ones do:
-random weights want all alike.
+both of one run.
 """
 
 import contextlib
 import copy
 import dataclasses
 import functools
-import gc
 import math
 import re
 import time
@@ -51,14 +50,11 @@ from typing import Any
 
 import pandas as pd
 import torch
-from tabulate import tabulate
 
-from bench import Bench, baselines
-from bench.moe_block import ZIPF
+from bench import Bench, baselines, forget, row, write_ceilings
 from kernelbook import check, runtime
 from kernelbook.interop import base_model
 from kernelbook.lab import profiling, record, timing
-from kernelbook.lab.arithmetic import BITS, Sizes
 from kernelbook.train.capture import Captured
 from kernelbook.train.step import CapturedStep
 
@@ -66,8 +62,7 @@ __all__ = ["BENCH", "MODELS", "Plan", "bench", "build", "plans"]
 
 RANK, PROMPT, ROOM, WARM = 16, 2048, 64, 3
 COLUMNS = (*record.COLUMNS, "add_host_us", "setup_s")
-STEM, PARTS_STEM = "whole_model", "whole_model_parts"
-BITS_STEM, SKEWED_STEM = "whole_model_bits", "whole_model_skewed"
+STEM, PARTS_STEM, BITS_STEM = "whole_model", "whole_model_parts", "whole_model_bits"
 PARTS_KEY = ("gpu", "provider", "shape", "batch", "part")
 COMMON: dict[str, Any] = {"tie_word_embeddings": False, "attention_bias": False, "use_cache": True}
 GPT_OSS: dict[str, Any] = COMMON | {
@@ -111,11 +106,13 @@ TINY: dict[str, dict[str, Any]] = {
                 "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32, "sliding_window": 8},
     "gpt2": {"vocab_size": 67, "n_embd": 64, "n_head": 4},
 }  # fmt: skip
-COMPILED_LAYERS = 6  # a compiler takes minutes for all
 ONE_TOKEN = ("decode", "generate")
 SAME_BITS = "kernelbook:same_bits"
 EXPERTS = {"grouped_mm": "grouped_mm", "batched_mm": "batched_mm", "bitsandbytes": "grouped_mm"}
-KINDS = {"grouped_mm": "dense", "batched_mm": "dense", "torch": "dense", "kernelbook:dense": "dense"}
+OFFLOADED = "kernelbook:offloaded"
+KINDS = {"grouped_mm": "dense", "batched_mm": "dense", "torch": "dense", "kernelbook:dense": "dense"} | {
+    OFFLOADED: "offloaded"
+}
 
 
 # --- building -------------------------------------------------------------------------------------------------------
@@ -138,12 +135,13 @@ def configuration(model: str, layers: int | None = None, *, tiny: bool = False) 
 def build(config: Any, kind: str = "dense", *, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Any:
     """A random model whose weights are drawn on the device, one module after the other, and stored as ``kind``.
 
-    ``"dense"``, ``"nf4"``, ``"nf4_double"``, or ``"bitsandbytes"``: 4 bits, doubly quantized, of that library. No more than
-    one layer's experts are dense at a time. The same seed gives the same weights whatever ``kind`` is, but for ``"mxfp4"``:
+    ``"dense"``, ``"nf4"``, ``"nf4_double"``, ``"offloaded"``: doubly quantized, on the host; or ``"bitsandbytes"``: 4 bits,
+    doubly quantized, of that library. No more than one layer's experts are dense at a time. The same seed gives the same weights whatever ``kind`` is, but for ``"mxfp4"``:
     random bytes with one scale, as large as the others, which are never dense.
     """
     from transformers import AutoModelForCausalLM
 
+    from kernelbook.interop import transformers as interop
     from kernelbook.interop.transformers_experts import expert_modules, weight_names
     from kernelbook.nn.moe import quantize_parameter
 
@@ -175,12 +173,14 @@ def build(config: Any, kind: str = "dense", *, dtype: torch.dtype = torch.bfloat
 
                     replace_parameter_4bit(module, name, compress_statistics=True, quant_type="nf4")
                 elif kind != "dense":
-                    quantize_parameter(module, name, double_quant=kind == "nf4_double")
+                    quantize_parameter(module, name, double_quant=kind != "nf4")
         if any(buffer is not None and buffer.is_meta for buffer in module._buffers.values()):
             with torch.device(runtime.DEVICE):
                 fresh = type(module)(config)
             for name in module._buffers:
                 module._buffers[name] = fresh._buffers[name]
+    if kind == "offloaded":
+        interop.offload_experts(model)
     return model.eval()
 
 
@@ -199,15 +199,6 @@ def _draw_mxfp4(experts: Any, name: str, deviation: float, dtype: torch.dtype, g
     store_parameter(
         experts, name, fp4_tensor(blocks, scales, dtype=dtype, in_place=True), transposed=experts.is_transposed
     )
-
-
-def _quantize_linears(model: Any) -> None:
-    """Attention's projections and the head in 4 bits as well."""
-    from kernelbook.nn import NF4Linear
-
-    for name, module in list(model.named_modules()):
-        if type(module) is torch.nn.Linear:
-            model.set_submodule(name, NF4Linear.from_linear(module, double_quant=True))
 
 
 def _add_lora(model: Any, rank: int) -> Any:
@@ -245,41 +236,11 @@ def _running(model: Any, provider: str) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def _skewed(model: Any, zipf: float) -> Iterator[None]:
-    """Within the context experts are wanted like ``1 / rank ** zipf``, in another order in each layer, as by ``bench moe_block``."""
-    if not zipf:
-        yield
-        return
-
-    def route(router: Any, bias: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """What the routers of both families do, which have no bias."""
-        logits = torch.nn.functional.linear(x.reshape(-1, router.hidden_dim), router.weight, bias)
-        gates, chosen = logits.softmax(-1, torch.float32).topk(router.top_k)
-        if router.norm_topk_prob:
-            gates = gates / gates.sum(-1, keepdim=True)
-        return logits, gates.to(logits.dtype), chosen
-
-    # Logits of random weights are normal with this deviation. With that factor the most wanted expert gets as many tokens as
-    # by the Gumbel noise of bench moe_block, which has more large values.
-    noise = 0.58 * model.config.initializer_range * math.sqrt(model.config.hidden_size)
-    routers = [module for name, module in model.named_modules() if name.endswith(".gate")]
-    for seed, router in enumerate(routers):
-        rank = torch.randperm(router.num_experts, generator=torch.Generator().manual_seed(seed)) + 1.0
-        bias = (-zipf * noise * rank.log()).to(router.weight)
-        router.forward = functools.partial(route, router, bias)
-    try:
-        yield
-    finally:
-        for router in routers:
-            del router.forward
-
-
 # --- tasks ----------------------------------------------------------------------------------------------------------
 
 
-def _step_task(model: Any, batch: int, tokens: int, checkpoints: bool, *, graph: bool) -> Callable[[], torch.Tensor]:
-    """A step of training what requires a gradient; returns the loss."""
+def _step_task(model: Any, batch: int, tokens: int, *, graph: bool) -> Callable[[], torch.Tensor]:
+    """A step of training what requires a gradient, with checkpoints; returns the loss."""
     from transformers import DynamicCache
 
     from kernelbook.interop.transformers import known_masks, loss_in_pieces
@@ -287,12 +248,9 @@ def _step_task(model: Any, batch: int, tokens: int, checkpoints: bool, *, graph:
     base = base_model(model)
     ids = torch.randint(0, base.config.vocab_size, (batch, tokens), device=runtime.DEVICE)
     model.train()
-    if checkpoints:
-        # There is no dropout, and what draws nothing need not keep the state of the generator.
-        how = {"use_reentrant": False, "preserve_rng_state": False}
-        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
-    else:
-        base.gradient_checkpointing_disable()
+    # There is no dropout, and what draws nothing need not keep the state of the generator.
+    how = {"use_reentrant": False, "preserve_rng_state": False}
+    base.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
     trained = [p for p in model.parameters() if p.requires_grad]
     for parameter in trained:
         parameter.grad = None
@@ -321,6 +279,20 @@ def _step_task(model: Any, batch: int, tokens: int, checkpoints: bool, *, graph:
     if captured.why_eager is not None:
         raise RuntimeError(f"the step was not captured: {captured.why_eager}")
     return lambda: captured(**batch_)
+
+
+def _copies_task(model: Any) -> Callable[[], torch.Tensor]:
+    from kernelbook.interop.transformers_experts import expert_modules, weight_names
+    from kernelbook.nn.offload import read_layer
+
+    layers = [(experts, weight_names(experts)) for _, experts in expert_modules(model)]
+
+    def copies() -> torch.Tensor:
+        [*_, last] = (read_layer(*layer) for layer in layers)
+        assert last is not None
+        return last[0].absmax
+
+    return copies
 
 
 def _prefill_task(model: Any, batch: int, tokens: int) -> Callable[[], torch.Tensor]:
@@ -396,47 +368,6 @@ def _generate_task(model: Any, batch: int, context: int, graph: str) -> Callable
     return generate
 
 
-# --- parts of a step ------------------------------------------------------------------------------------------------------
-
-
-# What a kernel belongs to, by what its name contains; the first that fits.
-PARTS = {
-    "4 bits": ("nf4", "dequant", "kDequant"),
-    "attention": ("attention", "flash", "fmha", "sdpa", "_attn"),
-    "optimizer": ("multi_tensor", "adam", "Adam"),
-    "products of experts": (
-        "moe_lora",
-        "_rows_kernel",
-        "grouped",
-        "GroupProblem",
-        "ptr_array",
-        "PtrArray",
-        "scatter2scatter",
-    ),
-    "routing": ("_route_", "sort", "Sort", "topk", "TopK", "Histogram", "scan", "Scan", "softmax", "Softmax"),
-    "other products": ("gemm", "Gemm", "cutlass", "nvjet", "gemv", "splitK"),
-}
-
-
-part_of = functools.partial(profiling.part_of, parts=PARTS)
-
-
-def covered(spans: Sequence[tuple[int, int]]) -> int:
-    """How much of the line the intervals (start, end) cover together."""
-    total, reach = 0, -math.inf
-    for start, end in sorted(spans):
-        total += max(0, end - int(max(start, reach))) if reach > -math.inf else end - start
-        reach = max(reach, end)
-    return total
-
-
-def _profile(call: Callable[[], Any], wall_ms: float) -> dict[str, tuple[float, float]]:
-    """By part its milliseconds and launches in one call; ``none``: what of ``wall_ms`` no kernel covers."""
-    kernels = profiling.device_kernels(call)
-    idle_ms = wall_ms - covered([(kernel.start, kernel.end) for kernel in kernels]) / 1e6
-    return profiling.sums(kernels, part_of) | {"none": (max(0.0, idle_ms), 0)}
-
-
 # --- what is measured -----------------------------------------------------------------------------------------------
 
 
@@ -448,16 +379,8 @@ class Plan:
     provider: str
     task: str
     batch: int = 1
-    checkpoints: bool = False
     graph: str = "0"
-    layers: int | None = None
     bits: bool = False  # for whole_model_bits.csv
-    zipf: float = 0.0  # for whole_model_skewed.csv: how uneven routers are
-
-    @property
-    def stem(self) -> str:
-        """The file."""
-        return BITS_STEM if self.bits else SKEWED_STEM if self.zipf else STEM
 
     @property
     def kind(self) -> str:
@@ -473,18 +396,16 @@ class Plan:
         """The column of that name."""
         parts = {"model": self.model, "layers": layers, "task": self.task}
         if self.task == "step":
-            parts |= {"N": tokens, "r": RANK, "checkpoint": int(self.checkpoints)}
+            parts |= {"N": tokens, "r": RANK, "checkpoint": 1}
+        elif self.task == "copies":
+            pass
         else:
             parts |= {"N": 1, "S": tokens} if self.task in ONE_TOKEN else {"N": tokens, "S": 0}
-        parts |= {"graph": self.graph} | ({"zipf": self.zipf} if self.zipf else {})
-        return " ".join(f"{name}={value}" for name, value in parts.items())
+        return " ".join(f"{name}={value}" for name, value in (parts | {"graph": self.graph}).items())
 
     def __str__(self) -> str:
-        layers = "" if self.layers is None else f" layers={self.layers}"
-        return (
-            f"{self.model} {self.provider} {self.task} batch={self.batch} checkpoint={int(self.checkpoints)} "
-            f"graph={self.graph}{layers}{' bits' if self.bits else ''}{f' zipf={self.zipf}' if self.zipf else ''}"
-        )
+        bits = " bits" if self.bits else ""
+        return f"{self.model} {self.task} {self.provider} batch={self.batch} graph={self.graph}{bits}"
 
 
 def plans() -> list[Plan]:
@@ -493,7 +414,6 @@ def plans() -> list[Plan]:
     for provider in ("torch", "kernelbook:dense"):
         found += [Plan("GPT-2", provider, "prefill", graph=graph) for graph in ("1", "0")]
         found += [Plan("GPT-2", provider, "decode", batch, graph="1") for batch in (1, 32)]
-        found += [Plan("GPT-2", provider, "step", 4, graph=graph) for graph in ("1", "0")]
     for model, batches in (("Qwen3-30B-A3B", (1, 8, 32)), ("OLMoE-1B-7B", (1, 8))):
         for own in (("kernelbook",), ("grouped_mm", "kernelbook:dense"), ("bitsandbytes",)):
             for provider in own:
@@ -503,30 +423,23 @@ def plans() -> list[Plan]:
                 found.append(Plan(model, provider, "decode"))
                 found += [Plan(model, provider, "prefill", graph=graph) for graph in ("1", "0")]
             for provider in own:
-                if provider == "bitsandbytes":
-                    continue
-                found += [Plan(model, provider, "step", 1, True, graph) for graph in ("1", "0")]
-                found += [Plan(model, provider, "step", 4, True, "1"), Plan(model, provider, "step", 1, False, "1")]
-                if provider.startswith("kernelbook"):
-                    found.append(Plan(model, provider, "step", 4, False, "1"))
-                if provider != "kernelbook:dense":
-                    found.append(Plan(model, provider, "step", 1, True, "1", zipf=ZIPF))
+                if provider != "bitsandbytes":
+                    found += [Plan(model, provider, "step", graph=graph) for graph in ("1", "0")]
+        if model == "Qwen3-30B-A3B":
+            found += [Plan(model, OFFLOADED, task, graph=graph) for task in ("copies", "step") for graph in ("0", "1")]
         both = ("kernelbook", SAME_BITS)
         found += [
             Plan(model, provider, "decode", batch, graph="1", bits=True) for batch in (1, 32) for provider in both
         ]
-        found += [Plan(model, provider, "step", 1, True, "1", bits=True) for provider in both]
-        found += [Plan(model, "kernelbook:all", "decode", batch, graph="1") for batch in batches[:2]]
+        found += [Plan(model, provider, "step", graph="1", bits=True) for provider in both]
     for provider in ("kernelbook", "grouped_mm"):
-        found += [Plan("gpt-oss-20b", provider, "step", 1, True, graph) for graph in ("1", "0")]
         # transformers' own attention with sinks makes tensors on the host, which a graph cannot; compiled it does not.
-        found += [Plan("gpt-oss-20b", provider, task, graph=graph) for task in ("decode", "prefill") for graph in "10"]
-    found += [Plan("gpt-oss-120b", "kernelbook", "step", 1, True, graph) for graph in ("0", "1")]
-    found += [Plan("gpt-oss-120b", "kernelbook", "decode", graph="1")]
-    found += [Plan("gpt-oss-20b", provider, "decode", graph="compile") for provider in ("kernelbook", "grouped_mm")]
-    for provider in ("kernelbook", "grouped_mm", "batched_mm", "kernelbook:dense"):
-        for graph in ("1", "compile"):
-            found.append(Plan("Qwen3-30B-A3B", provider, "decode", graph=graph, layers=COMPILED_LAYERS))
+        found += [
+            Plan("gpt-oss-20b", provider, task, graph=graph) for task in ("step", "decode", "prefill") for graph in "10"
+        ]
+        found.append(Plan("gpt-oss-20b", provider, "decode", graph="compile"))
+    found += [Plan("gpt-oss-120b", "kernelbook", "step", graph=graph) for graph in ("0", "1")]
+    found.append(Plan("gpt-oss-120b", "kernelbook", "decode", graph="1"))
     # What transformers gives by itself: a growing cache, and all layers compiled.
     for model in ("Qwen3-30B-A3B", "OLMoE-1B-7B"):
         found += [Plan(model, "kernelbook", "generate", graph=graph) for graph in ("1", "0")]
@@ -535,102 +448,67 @@ def plans() -> list[Plan]:
     return found
 
 
-def _figures(plan: Plan, sizes: Sizes | None, tokens: int) -> tuple[float, float]:
-    """GB and 10^9 operations of the least that the task asks for."""
-    if sizes is None:
-        return math.nan, math.nan
-    kind = plan.kind if plan.kind in BITS else "nf4_double"
-    if plan.task in ONE_TOKEN:
-        return sizes.step_gb(kind, plan.batch, tokens), sizes.forward_gflop(plan.batch, 1, tokens)
-    if plan.task == "prefill":
-        return sizes.held_gb(kind), sizes.forward_gflop(plan.batch, tokens, logits=1)
-    passes = 3 if plan.checkpoints else 2
-    return passes * sizes.held_gb(kind), sizes.training_gflop(plan.batch, tokens, RANK, checkpoint=plan.checkpoints)
-
-
 class _Session:
     """Models on the GPU, one at a time, and the rows measured on them."""
 
     def __init__(self, folder: Path, layers: int | None, tokens: int, samples: int, tiny: bool) -> None:
         self.folder, self.layers, self.tokens, self.samples, self.tiny = folder, layers, tokens, samples, tiny
         self.about = {"run": record.new_run(), **record.environment("whole_model")}
+        self.ratios: dict[tuple[str, str], float] = {}
         self._held: tuple[Any, ...] = ()
         self.model: Any = None
-
-    def record_ceilings(self) -> None:
-        """The ceilings of this process, before any row."""
-        row = timing.ceilings_row(timing.measure_ceilings(quick=True), self.about["run"])
-        record.write_results(self.folder / "ceilings.csv", row, key=("run",))
 
     def drop(self) -> None:
         """Gives the model's memory back."""
         self._held, self.model = (), None
-        gc.collect()
-        if runtime.DEVICE.type == "cuda":
-            torch.cuda.empty_cache()
+        forget()
 
     def _model(self, plan: Plan) -> Any:
         """The model of the plan, with LoRA pairs for a step; built anew where another one is held."""
-        lora = plan.task == "step" and plan.model != "GPT-2"
-        layers = self.layers if plan.layers is None else plan.layers
-        held = (plan.model, plan.kind, plan.provider == "kernelbook:all", layers)
-        if self._held[:4] != held or (self._held[4] and not lora):
+        lora, held = plan.task == "step", (plan.model, plan.kind)
+        if self._held[:2] != held or (self._held[2] and not lora):
             self.drop()
-            config = configuration(plan.model, layers, tiny=self.tiny)
-            self.model = build(config, plan.kind)
-            if held[2]:
-                _quantize_linears(self.model)
+            self.model = build(configuration(plan.model, self.layers, tiny=self.tiny), plan.kind)
             self._held = (*held, False)
-        if lora and not self._held[4]:
+        if lora and not self._held[2]:
             self.model = _add_lora(self.model, RANK if not self.tiny else 2)
             self._held = (*held, True)
-        if plan.model == "GPT-2":
-            self.model.requires_grad_(plan.task == "step")
         return self.model
-
-    @functools.cached_property
-    def ratios(self) -> dict[tuple[str, str], float]:
-        return {}
-
-    def _checked(self, plan: Plan) -> float:
-        """The error ratio of the provider on the tiny model; ``CheckError`` where ours is wrong."""
-        key = (plan.model, plan.provider)
-        if key not in self.ratios:
-            self.ratios[key] = error_ratio(*key)
-        return self.ratios[key]
 
     def run(self, plan: Plan) -> None:
         """Measures and writes the rows of one plan."""
-        ratio = self._checked(plan)
+        key = (plan.model, plan.provider)
+        if key not in self.ratios:
+            self.ratios[key] = error_ratio(*key)
         model = self._model(plan)
-        base = base_model(model)
-        gc.collect()
+        forget()
         if runtime.DEVICE.type == "cuda":
-            torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         try:
-            with _running(model, plan.provider), _skewed(base, plan.zipf):
-                self._measure(plan, model, base, ratio)
+            with _running(model, plan.provider):
+                self._measure(plan, model)
         finally:
             if plan.graph == "compile":
                 torch._dynamo.reset()  # what was compiled holds the model
 
-    def _measure(self, plan: Plan, model: Any, base: Any, ratio: float) -> None:
+    def _measure(self, plan: Plan, model: Any) -> None:
         before: Callable[[], object] = timing.wait
         calls, samples = 1, self.samples
         if plan.task == "generate":
-            found, setup = self._token_times(plan, base)
-            self._write(plan, base, ratio, found, math.nan, setup)
+            found, setup = self._token_times(plan, base_model(model))
+            self._write(plan, model, found, math.nan, setup)
             return
         timing.wait()
         began = time.perf_counter()
         if plan.task == "decode":
             call, before = _decode_task(model, plan.batch, self.tokens, plan.graph)
             calls = ROOM // 4
+        elif plan.task == "copies":
+            call = _copies_task(model)
         elif plan.task == "prefill":
             call = _prefill_task(model, plan.batch, self.tokens)
         else:
-            call = _step_task(model, plan.batch, self.tokens, plan.checkpoints, graph=plan.graph == "1")
+            call = _step_task(model, plan.batch, self.tokens, graph=plan.graph == "1")
         if plan.graph == "1" and plan.task != "step":
             call = Captured(call)
         elif plan.graph != "1":
@@ -645,13 +523,7 @@ class _Session:
             raise check.CheckError(f"{plan}: the outcome must be finite")
         found, host = timing.wall(call, calls=calls, samples=samples, before=before)
         before()
-        self._write(plan, base, ratio, found, host, setup, call)
-
-    def _add_host_us(self) -> float:
-        """How fast this host is, and how busy: what ``torch.add`` into a small tensor costs it."""
-        x = torch.ones(4, device=runtime.DEVICE)
-        y = torch.empty_like(x)
-        return timing.host_us(lambda: torch.add(x, 1, out=y))
+        self._write(plan, model, found, host, setup, call)
 
     def _token_times(self, plan: Plan, base: Any) -> tuple[timing.Timing, float]:
         """Of a new token of ``generate``: what :data:`ROOM` more of them take; and the seconds of the first generation."""
@@ -675,51 +547,40 @@ class _Session:
         return found, setup
 
     def _write(
-        self,
-        plan: Plan,
-        base: Any,
-        ratio: float,
-        found: timing.Timing,
-        host: float,
-        setup: float,
+        self, plan: Plan, model: Any, found: timing.Timing, host: float, setup: float,
         call: Callable[[], Any] | None = None,
-    ) -> None:
-        """The row, and by the profiler the parts of ``call``."""
-        peak = torch.cuda.max_memory_allocated() / 2**20 if runtime.DEVICE.type == "cuda" else math.nan
-        layers = base.config.num_hidden_layers
-        sizes = None if plan.model == "GPT-2" else Sizes.of(base.config)
-        gb, gflop = _figures(plan, sizes, self.tokens)
-        shape = plan.shape(layers, self.tokens)
-        row = {
-            "op": STEM, "mode": plan.mode, "provider": plan.provider, "dtype": "bfloat16", "shape": shape,
-            "x_name": "batch", "x": str(plan.batch), "ms": f"{found.ms:.5g}", "ms_p20": f"{found.p20:.5g}",
-            "ms_p80": f"{found.p80:.5g}", "gbytes": f"{gb:.6g}", "gflop": f"{gflop:.6g}", "peak_mib": f"{peak:.6g}",
-            "err_ratio": f"{ratio:.3g}", "host_us": f"{host:.4g}", "gpus": "1",
-            "add_host_us": f"{self._add_host_us():.3g}", "setup_s": f"{setup:.3g}",
-            "peer": "" if record.is_ours(plan.provider) else baselines.peer_version(plan.provider, BENCH.baselines),
-        }  # fmt: skip
-        table = pd.DataFrame([{**self.about, **row}], columns=list(COLUMNS))
-        record.write_results(self.folder / f"{plan.stem}.csv", table)
-        shown = {
-            "ms": found.ms,
-            "tokens/s": 1e3 * self._tokens_of(plan) / found.ms,
-            "GiB": peak / 1024,
-            "host ms": host / 1e3,
-            "set-up s": setup,
-        }
-        if runtime.DEVICE.type == "cuda" and call is not None and plan.stem == STEM:
-            parts = _profile(call, found.ms)
-            shown["idle"] = parts["none"][0] / found.ms
-            rows = [
-                {"provider": plan.provider, "shape": shape, "batch": str(plan.batch), "part": part,
-                 "part_ms": f"{ms:.4g}", "launches": f"{count:g}", **self.about}
-                for part, (ms, count) in parts.items()
-            ]  # fmt: skip
-            record.write_results(self.folder / f"{PARTS_STEM}.csv", pd.DataFrame(rows), key=PARTS_KEY)
-        print(f"{plan}: " + ", ".join(f"{name} {value:.4g}" for name, value in shown.items()), flush=True)
+    ) -> None:  # fmt: skip
+        """The row, and by the profiler what of ``call`` no kernel covers."""
+        on_gpu = runtime.DEVICE.type == "cuda"
+        peak = torch.cuda.max_memory_allocated() / 2**20 if on_gpu else math.nan
+        x, y = torch.ones(2, 4, device=runtime.DEVICE)
+        add = timing.host_us(lambda: torch.add(x, 1, out=y))  # how fast this host is, and how busy
+        shape = plan.shape(base_model(model).config.num_hidden_layers, self.tokens)
+        written = row(
+            STEM, plan.mode, plan.provider, torch.bfloat16, shape, ("batch", plan.batch), found,
+            peak_mib=peak, err_ratio=self.ratios[plan.model, plan.provider], host_us=host,
+        )  # fmt: skip
+        written |= {"add_host_us": f"{add:.3g}", "setup_s": f"{setup:.3g}", "peer": ""}
+        if not record.is_ours(plan.provider):
+            written["peer"] = baselines.peer_version(plan.provider, BENCH.baselines)
+        table = pd.DataFrame([{**self.about, **written}], columns=list(COLUMNS))
+        record.write_results(self.folder / f"{BITS_STEM if plan.bits else STEM}.csv", table)
+        if on_gpu and call is not None and not plan.bits:
+            spans = sorted((kernel.start, kernel.end) for kernel in profiling.device_kernels(call))
+            idle = max(0.0, found.ms - covered(spans) / 1e6)
+            part = {"provider": plan.provider, "shape": shape, "batch": str(plan.batch), "part": "none"}
+            part |= {"part_ms": f"{idle:.4g}", "launches": str(len(spans)), **self.about}
+            record.write_results(self.folder / f"{PARTS_STEM}.csv", pd.DataFrame([part]), key=PARTS_KEY)
+        print(f"{plan}: {found.ms:.4g} ms, {peak / 1024:.4g} GiB, host {host / 1e3:.4g} ms", flush=True)
 
-    def _tokens_of(self, plan: Plan) -> int:
-        return plan.batch * (1 if plan.task in ONE_TOKEN else self.tokens)
+
+def covered(spans: Sequence[tuple[int, int]]) -> int:
+    """How much of the line the intervals (start, end) cover together; they come in order."""
+    total = reach = 0
+    for start, end in spans:
+        total += max(0, end - max(start, reach))
+        reach = max(reach, end)
+    return total
 
 
 # --- correctness ----------------------------------------------------------------------------------------------------
@@ -740,8 +601,6 @@ def error_ratio(name: str, provider: str) -> float:
         return math.nan
     with timing.allow_tf32(False):  # float32 products in float32: a tiny model is to route its tokens as float64 does
         model = build(config, plan.kind, dtype=torch.float32)
-        if provider == "kernelbook:all":
-            _quantize_linears(model)
         plain = _plain_copy(config, model)
         embeddings = torch.randn(2, 16, config.hidden_size, device=runtime.DEVICE)
         upstream = torch.randn(2, 16, config.vocab_size, device=runtime.DEVICE)
@@ -771,6 +630,8 @@ def _plain_copy(config: Any, model: Any) -> Any:
     """transformers' own eager model with the dense weights that ``model`` stands for."""
     from transformers import AutoModelForCausalLM
 
+    from kernelbook.interop import transformers as interop
+
     with torch.device(runtime.DEVICE):
         plain: Any = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
     for name, module in plain.named_modules():
@@ -779,17 +640,10 @@ def _plain_copy(config: Any, model: Any) -> Any:
             if parameter is not None:
                 parameter.data.copy_(getattr(theirs, own))
                 parameter.requires_grad_(False)
-    if hasattr(plain, "set_experts_implementation") and name_of_experts(plain):
+    if any(True for _ in interop.expert_modules(plain)):
         plain.set_experts_implementation("eager")
     plain.set_attn_implementation("eager")
     return plain.eval()
-
-
-def name_of_experts(model: Any) -> bool:
-    """Whether the model has experts on transformers' interface."""
-    from kernelbook.interop import transformers as interop
-
-    return any(True for _ in interop.expert_modules(model))
 
 
 # --- the command ----------------------------------------------------------------------------------------------------
@@ -800,7 +654,6 @@ def bench(
     *,
     layers: int | None = None,
     select: str | None = None,
-    seconds: float = math.inf,
     tokens: int = PROMPT,
     samples: int = 5,
     tiny: bool = False,
@@ -811,23 +664,17 @@ def bench(
     Args:
         layers: of each model (all); a smaller number for a smaller card.
         select: only those in whose description this regular expression finds something.
-        seconds: begin nothing new after so long.
         tokens: of a prompt, a context and a sequence. samples: of each time. tiny: small widths, for tests.
         wanted: what to measure instead of :func:`plans`.
     """
-    began = time.perf_counter()
     for note in BENCH.missing():
         print(f"left out: {note}")
     session = _Session(folder, layers, tokens, samples, tiny)
     if runtime.DEVICE.type == "cuda":
-        session.record_ceilings()
-    failures: list[str] = []
-    left: list[str] = []
+        write_ceilings(folder, session.about["run"], quick=True)
+    failed = False
     for plan in plans() if wanted is None else wanted:
         if not re.search(select or "", str(plan)):
-            continue
-        if time.perf_counter() - began > seconds:
-            left.append(str(plan))
             continue
         try:
             session.run(plan)
@@ -835,14 +682,11 @@ def bench(
             print(f"left out, too little GPU memory: {plan}", flush=True)
             session.drop()
         except Exception as error:  # one measurement is lost, not the run
-            ours = plan.provider.startswith("kernelbook")
-            (failures if ours else left).append(f"{plan}: {type(error).__name__}: {str(error)[:300]}")
+            failed |= record.is_ours(plan.provider)
             print(f"NOT RECORDED: {plan}: {type(error).__name__}: {str(error)[:300]}", flush=True)
             session.drop()
     session.drop()
-    if left:
-        print(tabulate([[line] for line in left], headers=["not measured"]))
-    return 1 if failures else 0
+    return int(failed)
 
 
 BENCH = Bench(

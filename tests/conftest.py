@@ -135,12 +135,11 @@ if runtime.INTERPRET:
 
 
 @pytest.fixture(autouse=True)
-def _settled(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A known seed, one thread for each worker, a cache of its own, and no plans: a test may change what they are made of."""
+def _settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A known seed, one thread for each worker, and no plans: a test may change what they are made of."""
     operators.forget_plans()
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    monkeypatch.setenv("KERNELBOOK_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
     for name in ("KERNELBOOK_DEBUG", "KERNELBOOK_AUTOTUNE"):
         monkeypatch.delenv(name, raising=False)
 

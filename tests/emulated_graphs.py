@@ -76,11 +76,11 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
         return
     for name, other in {
         "_why_not": lambda device: None,
-        "_stream": object,
-        "_pool": object,
         "_drawn": lambda: 0,
         "_run_on": lambda stream, call: call(),
         "_capture": _captured,
     }.items():
         monkeypatch.setattr(capture, name, other)
+    monkeypatch.setattr(torch.cuda, "Stream", object)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", _is_recording)  # models ask

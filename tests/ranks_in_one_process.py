@@ -128,7 +128,7 @@ class _Windows(windows.Windows):
 
     def __init__(self, rank: int, memory: Tensors, size: int, most: int) -> None:
         self.rank, self.ranks, self.size, self.device = rank, len(memory), size, memory[0].device
-        self.memory, self._views, self.barrier = memory[rank], {}, lambda: None
+        self.memory, self.barrier = memory[rank], lambda: None
         begin = torch.tensor([m.data_ptr() for m in memory], dtype=torch.int64, device=self.device)
         self.addresses = begin, begin + size
         self.max_tokens_over_ranks = lambda tokens: most  # type: ignore[method-assign]

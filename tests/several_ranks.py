@@ -323,20 +323,6 @@ def sharded_four_bits(folder: Path) -> None:
         load(state, checkpoint_id=checkpoint)
         set_model_state_dict(loaded, state)
         assert torch.equal(loaded(xs[rank]), outs[rank])
-        if double_quant:
-            continue
-        # Bytes stay bytes under a policy that casts what is floating point.
-        low = _layer(5, seed=8, **kind)
-        fully_shard(low, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-        state = get_model_state_dict(low)
-        load(state, checkpoint_id=checkpoint)
-        set_model_state_dict(low, state)
-        own = low.experts.parametrizations.gate_up
-        assert torch.equal(_whole(own.original), loaded.experts.parametrizations.gate_up.original)
-        plain = copy.deepcopy(reference).bfloat16()(xs[rank].bfloat16())
-        check.compare(
-            "bf16", low(xs[rank].bfloat16()), outs[rank].double(), plain, factor=check.FORWARD_FACTOR
-        ).require()
 
 
 def sharded_loads_elsewhere(folder: Path) -> None:
@@ -530,32 +516,6 @@ def adapters_are_safe(folder: Path) -> None:
     assert not (folder / "adapter_apart").exists()
 
 
-def adapters_stay_equal(folder: Path) -> None:
-    """Pairs that each rank draws for a model that is sharded already: one adapter, bit by bit, after 20 steps and a save."""
-    import peft
-
-    rank = dist.get_rank()
-    model = _tiny_qwen()
-    fully_shard(model, mesh=init_device_mesh(DEVICE.type, (dist.get_world_size(),)))
-    model = _with_lora(model, rank)
-    pairs = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    assert pairs and not any(isinstance(p, DTensor) for p in pairs.values())
-    keep_equal(pairs.values())
-    optimizer = torch.optim.AdamW(pairs.values(), lr=1e-2)
-    torch.manual_seed(rank)
-    for _ in range(20):
-        ids = torch.randint(1, 60, (2, 5), device=DEVICE)
-        optimizer.zero_grad()
-        model(ids, labels=ids, use_cache=False).loss.backward()
-        optimizer.step()
-    before = {name: p.detach().clone() for name, p in pairs.items()}
-    save_adapter(model, folder / "adapter_equal")  # which raises where ranks differ
-    loaded = peft.PeftModel.from_pretrained(_tiny_qwen(), folder / "adapter_equal")
-    state = dict(loaded.named_parameters())
-    for name, value in before.items():
-        assert torch.equal(state[name], value), name
-
-
 def bytes_stay_bytes(folder: Path) -> None:
     """Pairs of bytes that would be NaN as bfloat16 come through sharding, gathering and a checkpoint as they are."""
     ranks = dist.get_world_size()
@@ -632,7 +592,7 @@ def measures(folder: Path) -> None:
     timing.wall = lambda call, samples, **how: wall(call, samples=1, **how)  # type: ignore[assignment]
     several_gpus.moe_block.MODELS["small"] = (4, 32, 32, 2)
     small = several_gpus.Sizes(
-        mib=(0.01,), models=("small",), tokens=((4,),), strong=(4,), layers=2, active=(0.5, 1.0), sparse=(64, 16, 16),
+        models=("small",), tokens=((4,),), layers=2,
         train=("tiny",), settings=(("context", 8), ("refresh_every", 5)), sequences=(1, 2), steps=1, samples=2,
     )  # fmt: skip
     rows = {name: list(section()) for name, section in several_gpus.sections(small).items()}
@@ -641,15 +601,6 @@ def measures(folder: Path) -> None:
     table = pd.DataFrame([row for found in rows.values() for row in found])
     assert not table.duplicated(list(several_gpus.KEY)).any()
     assert {*table.columns} <= {*record.COLUMNS}
-    kept = table[table["op"] == "expert_weights"].set_index("provider")["peak_mib"].astype(float)
-    ranks = dist.get_world_size()
-    elements = 4 * 3 * 32 * 32
-    assert abs(kept["kernelbook:dense"] * ranks / (elements * 2 / 2**20) - 1) < 0.01
-    assert abs(kept["kernelbook"] * ranks / (elements * (1 / 2 + 4 / 64) / 2**20) - 1) < 0.05
-    if ranks == 1:
-        return
-    sent = table[table["op"] == "sparse_gradients"].set_index("provider")["gbytes"].astype(float)
-    assert 0.3 < sent["kernelbook:ddp"] / sent["ddp"] < 0.7  # half of the chunks, and some layers have few
 
 
 def dies(folder: Path) -> None:
@@ -664,7 +615,7 @@ def dies(folder: Path) -> None:
 CHECKS: dict[str, Callable[[Path], None]] = {
     function.__name__: function
     for function in (
-        transformers_experts, adapters_are_safe, adapters_stay_equal, bytes_stay_bytes, expert_parallel,
+        transformers_experts, adapters_are_safe, bytes_stay_bytes, expert_parallel,
         expert_parallel_four_bits, expert_parallel_bfloat16, expert_parallel_without_waiting, windows_grow, in_a_graph, two_dimensions, sharded_four_bits, sharded_loads_elsewhere,
         active_rows, active_rows_fsdp, kept_equal, trains_ddp, trains_fsdp, resumes_fsdp, measures, dies,
     )

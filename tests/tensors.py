@@ -1,14 +1,21 @@
-"""What the tests of the rooms share: random tensors, tensors whose rows lie far apart, calls with a wrong argument."""
+"""What the tests of the rooms share: random tensors, rows that lie far apart, calls with a wrong argument, other processes."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+import functools
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from kernelbook import memory, runtime
-from kernelbook.launch import Launch
+import kernelbook as kb
+from kernelbook import check, memory, runtime
+from kernelbook.attention import flash_attention_reference
 
 
 def label(value: Any) -> str:
@@ -39,15 +46,38 @@ def far_apart(tensor: torch.Tensor, *steps: int) -> torch.Tensor:
     return torch.empty(size, dtype=tensor.dtype).as_strided(tensor.shape, strides).copy_(tensor)
 
 
-def call_with(
-    function: Callable[..., object], given: Callable[[], dict[str, Any]], **changes: Any
-) -> Callable[[], object]:
-    """A call of ``function`` with the arguments that ``given`` makes, but for ``changes``; those that can be called are."""
+def packed(kind: str, *shape: int) -> kb.NF4Tensor:
+    """Random numbers in 4 bits; ``kind``: mxfp4, nvfp4, or the block size of NF4, as in ``64 double``, where scales are packed too."""
+    if kind in ("mxfp4", "nvfp4"):
+        return kb.fp4_quantize(randn(*shape), format=kind)
+    return kb.nf4_quantize(randn(*shape), block_size=int(kind.split()[0]), double_quant="double" in kind)
 
-    def call() -> object:
-        return function(**given() | {name: v() if callable(v) else v for name, v in changes.items()})
 
-    return call
+def check_attention(given: dict[str, Any], inputs: dict[str, torch.Tensor], grads: Sequence[str] | None = None) -> None:
+    """Output of ``flash_attention``, and gradients of these inputs or of all, by the rule of check.py."""
+    check.check_op(
+        functools.partial(kb.flash_attention, **given),
+        functools.partial(flash_attention_reference, **given),
+        inputs,
+        grads=tuple(inputs) if grads is None else grads,
+    )
+
+
+def refused(function: Callable[..., object], given: dict[str, Any], changes: dict[str, Any], message: str) -> None:
+    """A call with the arguments ``given``, but for ``changes`` (what can be called makes the argument), names what is wrong."""
+    changes = {name: v() if callable(v) else v for name, v in changes.items()}
+    with pytest.raises((TypeError, ValueError), match=message):
+        function(**given | changes)
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Another process with the package, in which no GPU is seen: the same outcome on every machine."""
+    inherited = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "PYTHONPATH": str(Path(kb.__file__).parents[1])}
+    code = textwrap.dedent(code)
+    return subprocess.run(
+        [sys.executable, "-c", code], env=inherited | hidden | environment, capture_output=True, text=True, check=False
+    )
 
 
 def guarded_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
@@ -77,17 +107,8 @@ def guarded_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
     return lambda: bool(guards) and all(bool((guard == 7).all()) for guard in guards)
 
 
-# For tests that count launches or ask which products go to cuBLAS: without tensor cores all those of 16 bits do.
+# For tests that ask which products go to cuBLAS: without tensor cores all those of 16 bits do.
 with_tensor_cores = pytest.mark.skipif("not runtime.properties().has_tensor_cores", reason="cuBLAS multiplies there")
-
-
-def launches(call: Callable[[], object]) -> int:
-    """How many kernels of ours ``call`` launches."""
-    grids, launch = [], Launch.__call__
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Launch, "__call__", lambda self, grid, *args: (grids.append(grid), launch(self, grid, *args)))
-        call()
-    return len(grids)
 
 
 @contextlib.contextmanager

@@ -1,36 +1,28 @@
 """Attention for a few queries, from contiguous keys and from pages."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from tensors import call_with, label, randn
+from tensors import check_attention, label, randn, refused
 
 import kernelbook as kb
-from bench import attention as bench
-from kernelbook import arguments, check, launch, operators, runtime
+from kernelbook import arguments, check, runtime
 from kernelbook.attention import (
     append_to_pages_reference,
     flash_attention_reference,
     kernels_decode,
-    op,
     paged_attention_reference,
 )
-from kernelbook.lab import timing
-
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @pytest.fixture
-def split_into(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+def split_into(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Once called, keys are split over so many programs, in tiles of 16, and the columns of the result into pieces."""
 
     def split(splits: int, pieces: int = 1) -> None:
-        operators.forget_plans()
         monkeypatch.setattr(kernels_decode, "_splits", lambda *_: (0.0, splits))
         monkeypatch.setattr(kernels_decode, "_pieces", lambda *_: [pieces])
 
@@ -41,8 +33,7 @@ def split_into(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]
 
         monkeypatch.setattr(kernels_decode, "_tiles", tiles)
 
-    yield split
-    operators.forget_plans()
+    return split
 
 
 def _qkv(b: int, h: int, h_kv: int, n: int, s: int, d: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -56,15 +47,12 @@ def _integers(*values: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:
 # --- contiguous keys ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("splits", (1, 2, 3, 7, 40))
+@pytest.mark.parametrize("splits", (1, 3, 40))
 @pytest.mark.parametrize(
     ("problem", "pieces"),
-    (
-        ((1, 6, 2, 1, 100, 16), 1), ((2, 2, 2, 3, 77, 24), 1), ((1, 2, 1, 16, 50, 16), 1), ((2, 6, 2, 1, 90, 64), 2),
-        ((1, 4, 2, 2, 60, 128), 4),
-    ),
+    (((1, 6, 2, 1, 100, 16), 1), ((2, 2, 2, 3, 77, 24), 1), ((1, 2, 1, 16, 50, 16), 1), ((1, 4, 2, 2, 60, 128), 4)),
     ids=label,
-)  # fmt: skip
+)
 def test_however_the_keys_are_split(
     problem: tuple[int, ...], pieces: int, splits: int, split_into: Callable[..., None]
 ) -> None:
@@ -73,51 +61,21 @@ def test_however_the_keys_are_split(
     q, k, v = _qkv(*problem, dtype=torch.float16)
     lengths = torch.arange(q.shape[0], device=q.device) * 40
     for settings_of in ({}, {"causal": True}, {"lengths": lengths}, {"causal": True, "lengths": lengths, "window": 19}):
-        check.check_op(
-            functools.partial(kb.flash_attention, **settings_of),
-            functools.partial(flash_attention_reference, **settings_of),
-            {"q": q, "k": k, "v": v},
-        )
+        check_attention(settings_of, {"q": q, "k": k, "v": v}, ())
 
 
-def test_counters_end_at_zero(split_into: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    split_into(4)
-    counters = torch.zeros(64, dtype=torch.int32, device=runtime.DEVICE)
-    monkeypatch.setattr(op, "counters", lambda count, device: counters)
-    q, k, v = _qkv(2, 4, 2, 2, 70, 16, dtype=torch.float32)
-    first = kb.flash_attention(q, k, v, lengths=_integers(70, 20))
-    assert torch.equal(kb.flash_attention(q, k, v, lengths=_integers(70, 20)), first)
-    assert not counters.any()
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=label)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=label)
 def test_gradients_after_a_split(dtype: torch.dtype, split_into: Callable[..., None]) -> None:
     """The backward pass takes the logarithms of the sums that the merge left."""
     split_into(3)
-    settings_of = {"causal": True, "lengths": _integers(60, 2)}
-    check.check_op(
-        functools.partial(kb.flash_attention, **settings_of),
-        functools.partial(flash_attention_reference, **settings_of),
-        dict(zip("qkv", _qkv(2, 4, 2, 5, 60, 16, dtype=dtype), strict=True)),
-        grads=("q", "k", "v"),
-    )
-
-
-def test_a_plan_fills_the_multiprocessors_once() -> None:
-    properties = runtime.TARGETS["sm_90"]
-    for heads in (1, 4, 8, 32, 64, 128, 132, 300, 512):
-        for keys in (512, 1024, 8192, 131072):
-            plan = kernels_decode.plan(heads, 4, keys, 128, 2, properties)
-            assert 1 <= plan.splits <= max(1, keys // plan.config.kwargs["BLOCK_N"])
-            if heads * keys >= 2**20:  # work for all
-                rounds = plan.programs / properties.num_sms
-                assert rounds / -(-rounds // 1) > 0.75, (heads, keys, plan)
+    given = {"causal": True, "lengths": _integers(60, 2)}
+    check_attention(given, dict(zip("qkv", _qkv(2, 4, 2, 5, 60, 16, dtype=dtype), strict=True)))
 
 
 @pytest.mark.parametrize("target", sorted(runtime.TARGETS))
 def test_tiles_fit(target: str) -> None:
     properties = runtime.TARGETS[target]
-    for d in (1, 16, 40, 64, 128, 200, 256):
+    for d in (1, 40, 64, 128, 256):
         for itemsize in (2, 4, 8):
             for rows in (1, 4, 16, 40, 64, 128, 1000):
                 for paged in (False, True):
@@ -142,9 +100,9 @@ def _paged(
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("page", (16, 48, 64))
-@pytest.mark.parametrize("n", (1, 4, 16))
-@pytest.mark.parametrize("dtype", DTYPES, ids=label)
+@pytest.mark.parametrize("page", (16, 48))
+@pytest.mark.parametrize("n", (1, 16))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=label)
 def test_pages(dtype: torch.dtype, n: int, page: int, split_into: Callable[..., None]) -> None:
     """Lengths 0, 1, at the border of a page, before and after it, and all."""
     split_into(2)
@@ -153,33 +111,13 @@ def test_pages(dtype: torch.dtype, n: int, page: int, split_into: Callable[..., 
 
 
 @pytest.mark.parametrize("splits", (1, 3))
-@pytest.mark.parametrize("softcap", (None, 0.7))
-def test_pages_with_sinks_and_a_soft_cap(softcap: float | None, splits: int, split_into: Callable[..., None]) -> None:
+def test_pages_with_sinks_and_a_soft_cap(splits: int, split_into: Callable[..., None]) -> None:
     split_into(splits)
     inputs = _paged(4, 4, 2, 3, 16, 32, 3, torch.float16, [0, 2, 33, 96])
     check.check_op(
-        functools.partial(kb.paged_attention, softcap=softcap),
-        functools.partial(paged_attention_reference, softcap=softcap),
+        functools.partial(kb.paged_attention, softcap=0.7),
+        functools.partial(paged_attention_reference, softcap=0.7),
         {**inputs, "sinks": 4 * randn(4)},
-    )
-
-
-@given(
-    b=st.integers(1, 3), h_kv=st.integers(1, 2), group=st.integers(1, 3), n=st.integers(0, 16), d=st.integers(1, 40),
-    page=st.sampled_from((16, 32, 80)), per=st.integers(0, 3), share=st.floats(0, 1),
-    scale=st.sampled_from((None, 0.3, -0.2)), dtype=st.sampled_from((*DTYPES, torch.float64)),
-)  # fmt: skip
-@settings(max_examples=10)
-def test_any_pages(
-    b: int, h_kv: int, group: int, n: int, d: int, page: int, per: int, share: float, scale: float | None,
-    dtype: torch.dtype,
-) -> None:  # fmt: skip
-    lengths = [int(share * page * per)] * b
-    inputs = _paged(b, h_kv * group, h_kv, n, d, page, per, dtype, lengths)
-    check.check_op(
-        functools.partial(kb.paged_attention, scale=scale),
-        functools.partial(paged_attention_reference, scale=scale),
-        inputs,
     )
 
 
@@ -207,22 +145,21 @@ def test_what_is_in_no_page_has_no_effect() -> None:
         assert torch.equal(out[:2], clean[:2]) and not out[2].any()
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=label)
-def test_pages_are_the_contiguous_keys_bit_for_bit(dtype: torch.dtype, split_into: Callable[..., None]) -> None:
+def test_pages_are_the_contiguous_keys_bit_for_bit(split_into: Callable[..., None]) -> None:
     split_into(3)
-    q, k, v = _qkv(2, 4, 2, 3, 96, 16, dtype=dtype)
+    q, k, v = _qkv(2, 4, 2, 3, 96, 16, dtype=torch.float16)
     order = torch.randperm(12, device=runtime.DEVICE)
     pools = []
     for tensor in (k, v):
-        pool = torch.empty(12, 2, 16, 16, dtype=dtype, device=runtime.DEVICE)
+        pool = torch.empty(12, 2, 16, 16, dtype=q.dtype, device=runtime.DEVICE)
         pool[order] = tensor.unflatten(2, (6, 16)).transpose(1, 2).flatten(0, 1)
         pools.append(pool)
     paged = kb.paged_attention(q, pools[0], pools[1], order.view(2, 6), _integers(96, 41))
     assert torch.equal(paged, kb.flash_attention(q, k, v, causal=True, lengths=_integers(96, 41)))
 
 
-@pytest.mark.parametrize("dtype", (*DTYPES, torch.float64), ids=label)
-@pytest.mark.parametrize("n", (1, 5, 7))  # of seven, two programs a sequence
+@pytest.mark.parametrize("dtype", (torch.float16, torch.float64), ids=label)
+@pytest.mark.parametrize("n", (1, 7))  # of seven, two programs a sequence
 def test_append(n: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over the border of a page, without room, and into pages that are not there."""
     k, v = (randn(4, 3, n, 20, dtype=dtype) for _ in range(2))
@@ -268,37 +205,23 @@ def test_pages_that_are_used_are_checked_on_request(monkeypatch: pytest.MonkeyPa
         kb.append_to_pages(new, new, *pools, inputs["block_table"], _integers(31, 40, 0))
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=label)
-def test_a_backward_pass_over_pages_that_were_written_is_noticed(dtype: torch.dtype) -> None:
-    k, v = (randn(1, 1, 1, 16, dtype=dtype) for _ in range(2))
-    pages, x = [randn(1, 1, 16, 16, dtype=dtype) for _ in range(2)], randn(16, dtype=dtype).requires_grad_()
+def test_a_backward_pass_over_pages_that_were_written_is_noticed() -> None:
+    k, v = (randn(1, 1, 1, 16) for _ in range(2))
+    pages, x = [randn(1, 1, 16, 16) for _ in range(2)], randn(16).requires_grad_()
     for page in pages * 2:  # by a new plan, and by one that is kept
         kept = (x * page).sum()
         kb.append_to_pages(k, v, *pages, _integers([0]), _integers(3))
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             kept.backward()
     with torch.inference_mode():
-        pages = [torch.zeros(1, 1, 16, 16, dtype=dtype, device=runtime.DEVICE) for _ in range(2)]
+        pages = [torch.zeros(1, 1, 16, 16, device=runtime.DEVICE) for _ in range(2)]
         kb.append_to_pages(k, v, *pages, _integers([0]), _integers(3))
     assert torch.equal(pages[0][0, 0, 3], k[0, 0, 0])
 
 
-def test_generating_from_pages_is_generating_from_a_cache() -> None:
-    keys, values, queries = (randn(1, heads, 20, 16) for heads in (2, 2, 4))
-    pages = [torch.zeros(3, 2, 16, 16, device=runtime.DEVICE) for _ in range(2)]
-    table, lengths = _integers([2, 0]), _integers(0)
-    for i in range(0, 20, 4):
-        kb.append_to_pages(keys[:, :, i : i + 4], values[:, :, i : i + 4], pages[0], pages[1], table, lengths)
-        lengths += 4
-        out = kb.paged_attention(queries[:, :, i : i + 4], pages[0], pages[1], table, lengths)
-        exact = kb.flash_attention(queries[:, :, i : i + 4], keys[:, :, : i + 4], values[:, :, : i + 4], causal=True)
-        torch.testing.assert_close(out, exact)
-
-
 @pytest.mark.parametrize("window", (None, 30))
 def test_a_cache_that_grows_keeps_its_kernel(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One for each 64 keys that there is room for, and one from where the window holds all keys; checks stay what they are."""
-    operators.forget_plans()
+    """One for each 64 keys that there is room for, and one from where the window holds all keys."""
     made, real = [], kernels_decode.plan
     monkeypatch.setattr(kernels_decode, "plan", lambda *sizes: made.append(sizes[2]) or real(*sizes))
     q, k, v = _qkv(1, 4, 2, 2, 140, 16, dtype=torch.float32)
@@ -308,127 +231,68 @@ def test_a_cache_that_grows_keeps_its_kernel(window: int | None, monkeypatch: py
         ours, exact = (each(q, keys, values, **given) for each in (kb.flash_attention, flash_attention_reference))
         torch.testing.assert_close(ours, exact)
     assert made == ([64, 128, 192] if window is None else [64, 64, 128, 192])
-    with pytest.raises(ValueError, match=r"v must have shape \(1, 2, 140, 16\), got \(1, 2, 139, 16\)"):
-        kb.flash_attention(q, k, v[:, :, :139], **given)
-    with pytest.raises(TypeError, match="v must have the dtype of q"):
-        kb.flash_attention(q, k, v.half(), **given)
 
 
-def test_what_is_measured_is_checked_first() -> None:
-    decoded = [case for case in bench.cases() if case.x_name == "S"]
-    assert {case.op for case in decoded} == {"flash_attention", "paged_attention"}
-    dtype = torch.float32 if runtime.INTERPRET else torch.bfloat16  # on a GPU peers take 16 bits only
-    for problem in (
-        bench._problem("forward", 2, 4, 2, 1, 128, 32, False, dtype, False),
-        bench._paged_problem(2, 4, 2, 3, 128, 32, 16, dtype),
-    ):
-        assert set(timing.error_ratios(problem)) == set(problem.providers)
-    for call in bench.host_calls().values():
-        call()
-
-
-def test_opcheck_and_compile() -> None:
+def test_pages_that_are_written_and_read_in_one_graph() -> None:
     inputs = _paged(2, 4, 2, 2, 16, 16, 2, torch.float32, [20, 5])
-    torch.library.opcheck(torch.ops.kernelbook.paged_attention.default, (*inputs.values(), None, 0.25, None, ""))
     new = [randn(2, 2, 1, 16) for _ in range(2)]
-    _, *pages = inputs.values()
-    torch.library.opcheck(torch.ops.kernelbook.append_to_pages.default, (*new, *pages, ""))
 
     def step(q: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
         kb.append_to_pages(new[0], new[1], *rest)
         return kb.paged_attention(q, *rest) + 1
 
     backend = "inductor" if runtime.DEVICE.type == "cuda" else "aot_eager"
-    given_tensors = [t.clone() for t in inputs.values()]
-    compiled = torch.compile(step, fullgraph=True, backend=backend)(*given_tensors)
-    plain_tensors = [t.clone() for t in inputs.values()]
-    assert torch.equal(compiled, step(*plain_tensors))
-    assert all(torch.equal(a, b) for a, b in zip(given_tensors, plain_tensors, strict=True))
+    compiled, plain = ([t.clone() for t in inputs.values()] for _ in range(2))
+    assert torch.equal(torch.compile(step, fullgraph=True, backend=backend)(*compiled), step(*plain))
+    assert all(torch.equal(a, b) for a, b in zip(compiled, plain, strict=True))
 
 
-def _good() -> dict[str, Any]:
-    return _paged(2, 4, 2, 1, 16, 16, 2, torch.float32, [20, 5])
-
-
-def _good_new() -> dict[str, Any]:
-    found = _good()
-    del found["q"]
-    return {"k": randn(2, 2, 1, 16), "v": randn(2, 2, 1, 16), **found}
-
-
-_bad = functools.partial(call_with, kb.paged_attention, _good)
-_bad_new = functools.partial(call_with, kb.append_to_pages, _good_new)
-BAD = {
-    "too many queries": (
-        _bad(q=lambda: randn(2, 4, 17, 16)), ValueError, "paged_attention: q must have at most 16 queries, got shape",
-    ),
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "too many queries": ({"q": lambda: randn(2, 4, 17, 16)}, "q must have at most 16 queries, got shape"),
     "pages of 20": (
-        _bad(k_pages=lambda: randn(5, 2, 20, 16), v_pages=lambda: randn(5, 2, 20, 16)), ValueError,
-        "paged_attention: k_pages must have 16 to 256 slots a page, a multiple of 16, got 20",
+        {"k_pages": lambda: randn(5, 2, 20, 16), "v_pages": lambda: randn(5, 2, 20, 16)},
+        "k_pages must have 16 to 256 slots a page, a multiple of 16, got 20",
     ),
     "table of another batch": (
-        _bad(block_table=lambda: _integers([0, 1])), ValueError,
-        r"paged_attention: block_table must have shape \(2, n\), got \(1, 2\)",
+        {"block_table": lambda: _integers([0, 1])},
+        r"block_table must have shape \(2, n\), got \(1, 2\)",
     ),
-    "table of floats": (
-        _bad(block_table=lambda: randn(2, 2)), TypeError, "paged_attention: block_table must have dtype int64, int32, got",
-    ),
-    "lengths of another batch": (
-        _bad(lengths=lambda: _integers(1)), ValueError, r"paged_attention: lengths must have shape \(2,\), got \(1,\)",
-    ),
+    "lengths of another batch": ({"lengths": lambda: _integers(1)}, r"lengths must have shape \(2,\), got \(1,\)"),
     "heads that do not divide": (
-        _bad(q=lambda: randn(2, 3, 1, 16)), ValueError,
-        r"paged_attention: the heads of k_pages and v_pages must divide those of q \(3\), got 2",
+        {"q": lambda: randn(2, 3, 1, 16)},
+        r"the heads of k_pages and v_pages must divide those of q \(3\), got 2",
     ),
     "values of other pages": (
-        _bad(v_pages=lambda: randn(4, 2, 16, 16)), ValueError,
-        r"paged_attention: v_pages must have shape \(5, 2, 16, 16\), got \(4, 2, 16, 16\)",
+        {"v_pages": lambda: randn(4, 2, 16, 16)},
+        r"v_pages must have shape \(5, 2, 16, 16\), got \(4, 2, 16, 16\)",
     ),
     "new keys of another head size": (
-        _bad_new(k=lambda: randn(2, 2, 1, 8), v=lambda: randn(2, 2, 1, 8)), ValueError,
-        r"append_to_pages: k_pages must have shape \(5, 2, 16, 8\), got \(5, 2, 16, 16\)",
+        {"k": lambda: randn(2, 2, 1, 8), "v": lambda: randn(2, 2, 1, 8)},
+        r"k_pages must have shape \(5, 2, 16, 8\), got \(5, 2, 16, 16\)",
     ),
-    "new keys of other heads": (
-        _bad_new(k=lambda: randn(2, 1, 1, 16), v=lambda: randn(2, 1, 1, 16)), ValueError,
-        r"append_to_pages: k_pages must have shape \(5, 1, 16, 16\), got \(5, 2, 16, 16\)",
-    ),
-    "new values of another dtype": (
-        _bad_new(v=lambda: randn(2, 2, 1, 16).half()), TypeError, "append_to_pages: v must have the dtype of k",
-    ),
-}  # fmt: skip
+    "new values of another dtype": ({"v": lambda: randn(2, 2, 1, 16).half()}, "v must have the dtype of k"),
+}
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input_says_what_is_wrong(name: str) -> None:
-    call, error, message = BAD[name]
-    with pytest.raises(error, match=message):
-        call()
-
-
-@pytest.mark.skipif(not runtime.INTERPRET, reason="the interpreter's overflow check")
-def test_offsets_are_64_bit(overflow_raises: Callable[[], None]) -> None:
-    """Pages lie 2^31 elements apart (the memory is reserved, not touched)."""
-    overflow_raises()
-    far = 2**31 + 16
-    inputs = _paged(1, 2, 1, 2, 16, 16, 1, torch.float32, [13])
-    apart = {
-        name: torch.empty(2 * far + 256).as_strided((3, 1, 16, 16), (far, 256, 16, 1)).copy_(inputs[name])
-        for name in ("k_pages", "v_pages")
-    }
-    assert torch.equal(kb.paged_attention(**(inputs | apart)), kb.paged_attention(**inputs))
-    new = [randn(1, 1, 2, 16) for _ in range(2)]
-    kb.append_to_pages(*new, *apart.values(), inputs["block_table"], inputs["lengths"])
-    assert torch.equal(apart["k_pages"][inputs["block_table"][0, 0], :, 13:15], new[0][0])
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_says_what_is_wrong(case: str) -> None:
+    changes, message = BAD[case]
+    given: dict[str, Any] = _paged(2, 4, 2, 1, 16, 16, 2, torch.float32, [20, 5])
+    name = "append_to_pages" if "v" in changes else "paged_attention"
+    if "v" in changes:
+        del given["q"]
+        given |= {"k": randn(2, 2, 1, 16), "v": randn(2, 2, 1, 16)}
+    refused(getattr(kb, name), given, changes, f"{name}: {message}")
 
 
 @pytest.mark.skipif(not runtime.INTERPRET, reason="the interpreter's overflow check")
 @pytest.mark.parametrize(
-    ("far", "sizes"), ((0, (4, 1, 1)), (1, (1, 3, 1)), (2, (1, 1, 3)), (3, (1, 1, 1))), ids=("pages", "heads", "slots", "columns")
-)  # fmt: skip
+    ("far", "sizes"), ((1, (1, 3, 1)), (2, (1, 1, 3)), (3, (1, 1, 1))), ids=("heads", "slots", "columns")
+)
 def test_products_with_strides_of_32_bits_are_64_bit(
     far: int, sizes: tuple[int, ...], overflow_raises: Callable[[], None]
 ) -> None:
-    """As above, with strides that have 32 bits themselves; new keys and the table lie as far apart as the pages."""
+    """Strides have 32 bits themselves; new keys lie as far apart as the pages."""
     overflow_raises()
     pages, heads, n = sizes
     d = 9 if far == 3 else 8
@@ -446,34 +310,25 @@ def test_products_with_strides_of_32_bits_are_64_bit(
     ]
     expected = kb.paged_attention(**inputs)
     assert torch.equal(kb.paged_attention(**inputs | {"k_pages": apart[0], "v_pages": apart[1]}), expected)
-    shape, steps = (1, heads, n, d), {1: (0, 2**30, d, 1), 2: (0, n * d, 2**30, 1), 3: (0, d, d, 2**28)}.get(far)
+    shape, steps = (1, heads, n, d), {1: (0, 2**30, d, 1), 2: (0, n * d, 2**30, 1), 3: (0, d, d, 2**28)}[far]
     new = [randn(*shape, dtype=torch.float16) for _ in range(2)]
-    if steps:
-        size = 1 + sum((m - 1) * step for m, step in zip(shape, steps, strict=True))
-        new = [torch.empty(size, dtype=torch.float16).as_strided(shape, steps).copy_(t) for t in new]
+    size = 1 + sum((m - 1) * step for m, step in zip(shape, steps, strict=True))
+    new = [torch.empty(size, dtype=torch.float16).as_strided(shape, steps).copy_(t) for t in new]
     for pool in (pools, apart):
         kb.append_to_pages(*new, *pool, inputs["block_table"], _integers(13))
     assert all(torch.equal(a, b) for a, b in zip(pools, apart, strict=True))
-
-
-@pytest.mark.skipif(not runtime.INTERPRET, reason="the interpreter's overflow check")
-def test_a_table_may_lie_far_apart(overflow_raises: Callable[[], None]) -> None:
-    overflow_raises()
-    inputs = _paged(1, 2, 1, 1, 16, 16, 3, torch.float32, [40])
-    table = torch.empty(2**31 + 1, dtype=torch.int32).as_strided((1, 3), (1, 2**30)).copy_(inputs["block_table"])
-    assert torch.equal(kb.paged_attention(**inputs | {"block_table": table}), kb.paged_attention(**inputs))
 
 
 # --- on a GPU -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES, ids=label)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=label)
 @pytest.mark.parametrize(
     "problem",
     (
-        (1, 32, 4, 1, 1000, 128), (3, 8, 8, 1, 5000, 64), (2, 8, 2, 5, 777, 128), (1, 32, 8, 16, 3000, 128),
-        (2, 64, 8, 16, 700, 64), (1, 4, 1, 3, 400, 256), (2, 4, 2, 2, 100, 80), (1, 80, 1, 16, 500, 128),
+        (1, 32, 4, 1, 1000, 128), (3, 8, 8, 1, 5000, 64), (2, 8, 2, 5, 777, 128), (2, 64, 8, 16, 700, 64),
+        (1, 4, 1, 3, 400, 256), (2, 4, 2, 2, 100, 80),
     ),
     ids=label,
 )  # fmt: skip
@@ -481,68 +336,12 @@ def test_real_sizes(problem: tuple[int, ...], dtype: torch.dtype) -> None:
     q, k, v = _qkv(*problem, dtype=dtype)
     lengths = torch.randint(0, k.shape[2] + 1, (q.shape[0],), device=q.device)
     for settings_of in ({}, {"causal": True}, {"causal": True, "lengths": lengths}, {"causal": True, "window": 130}):
-        check.check_op(
-            functools.partial(kb.flash_attention, **settings_of),
-            functools.partial(flash_attention_reference, **settings_of),
-            {"q": q, "k": k, "v": v},
-            grads=("q", "k", "v"),
-        )
+        check_attention(settings_of, {"q": q, "k": k, "v": v})
 
 
 @pytest.mark.gpu
-def test_bitwise_reproducible() -> None:
-    q, k, v = _qkv(1, 32, 4, 2, 20000, 128, dtype=torch.bfloat16)
-    first = kb.flash_attention(q, k, v, causal=True)
-    assert all(torch.equal(kb.flash_attention(q, k, v, causal=True), first) for _ in range(250))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("n", (1, 40))
-def test_each_call_launches_once(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a plan that was made for other tensors of its kind too; where tensors begin elsewhere, and where somebody looks on."""
-    operators.forget_plans()
-    launched, real = [], launch.Launch.__call__
-    monkeypatch.setattr(launch.Launch, "__call__", lambda *args: launched.append(args) or real(*args))
-    for _ in range(5):
-        q, k, v = _qkv(2, 8, 2, n, 3000, 128, dtype=torch.bfloat16)
-        first, before = kb.flash_attention(q, k, v), len(launched)
-        check.check_op(kb.flash_attention, flash_attention_reference, {"q": q, "k": k, "v": v})
-        assert torch.equal(kb.flash_attention(q, k, v), first)
-        assert len(launched) == before + 2
-    assert len(operators._plans) == 1
-    launched.clear()
-    check.check_op(kb.flash_attention, flash_attention_reference, {"q": q, "k": k, "v": k})
-    assert len(launched) == 1
-    odd = torch.empty(k.numel() + 1, dtype=k.dtype, device=k.device)[1:].view(k.shape).copy_(k)
-    assert torch.equal(kb.flash_attention(q, odd, v), first)
-    assert len(launched) == 2
-    with torch.profiler.profile():
-        assert torch.equal(kb.flash_attention(q, k, v), first)
-    assert len(launched) == 3
-    with pytest.raises(TypeError, match="flash_attention: causal must be a bool, got int"):
-        kb.flash_attention(q, k, v, causal=0)
-    q.requires_grad_()
-    torch.autograd.grad(kb.flash_attention(q, k, v).sum(), q)
-    with torch.no_grad():
-        assert torch.equal(kb.flash_attention(q, k, v), first)
-
-
-@pytest.mark.gpu
-def test_pages_that_were_written_before_are_written_again() -> None:
-    for _ in range(3):
-        k, v = (randn(2, 4, 1, 128, dtype=torch.bfloat16) for _ in range(2))
-        ours = [randn(4, 4, 16, 128, dtype=torch.bfloat16) for _ in range(2)]
-        theirs = [t.clone() for t in ours]
-        where = _integers([0, 1], [3, 2]), _integers(5, 16)
-        kb.append_to_pages(k, v, *ours, *where)
-        append_to_pages_reference(k, v, *theirs, *where)
-        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("page", (16, 64, 256))
-def test_a_graph_follows_the_lengths(page: int) -> None:
-    inputs = _paged(4, 16, 4, 2, 128, page, 4096 // page, torch.bfloat16, [4096, 1, 300, 77])
+def test_a_graph_follows_the_lengths() -> None:
+    inputs = _paged(4, 16, 4, 2, 128, 64, 64, torch.bfloat16, [4096, 1, 300, 77])
     kb.paged_attention(**inputs)  # compiles before the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -570,33 +369,3 @@ def test_streams_do_not_share_counters() -> None:
         graph.replay()
     torch.cuda.synchronize()
     assert all(torch.equal(out, exact) for out in (*outs, captured))
-
-
-@pytest.mark.gpu
-def test_no_host_synchronisation() -> None:
-    inputs = _paged(4, 16, 4, 2, 128, 64, 8, torch.bfloat16, [512, 1, 300, 77])
-    new = [randn(4, 4, 2, 128, dtype=torch.bfloat16) for _ in range(2)]
-    _, *pages = inputs.values()
-    for _ in range(2):  # the first call compiles
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            kb.append_to_pages(*new, *pages)
-            kb.paged_attention(**inputs)
-            kb.flash_attention(inputs["q"], new[0], new[1], lengths=inputs["lengths"])
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.gpu
-@pytest.mark.memory
-def test_more_than_2_31_elements() -> None:
-    pages, page, d = 2**16 + 8, 256, 128
-    pool = torch.zeros(pages, 1, page, d, dtype=torch.bfloat16, device=runtime.DEVICE)  # 2.1e9 elements
-    pool[-4:] = torch.randn_like(pool[-4:])
-    q = randn(1, 4, 3, d, dtype=torch.bfloat16)
-    table = torch.arange(pages - 4, pages, device=runtime.DEVICE)[None]
-    far = kb.paged_attention(q, pool, pool, table, _integers(1000))
-    assert torch.equal(far, kb.paged_attention(q, pool[-4:], pool[-4:], table - pages + 4, _integers(1000)))
-    wide = pool.view(1, 1, pages * page, d)
-    near = wide[:, :, -1000:].contiguous()
-    assert torch.equal(kb.flash_attention(q, wide[:, :, -1000:], wide[:, :, -1000:]), kb.flash_attention(q, near, near))

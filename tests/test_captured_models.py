@@ -13,7 +13,6 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from emulated_graphs import emulate  # noqa: E402
-from packaging.version import Version  # noqa: E402
 from tiny_models import COMMON, tiny_model, tokens  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
@@ -221,17 +220,6 @@ def test_a_captured_step_follows_packed_batches(kind: str, how: str) -> None:
     torch.testing.assert_close(losses, torch.stack(expected), rtol=1e-3, atol=0)
 
 
-def test_masks_of_other_kinds_of_models_stay() -> None:
-    """A model of several modalities makes masks of its own; so does one that takes no dictionary of them."""
-    sizes = COMMON | {"intermediate_size": 48, "head_dim": 8, "sliding_window": 4}
-    config = transformers.Gemma3Config(text_config=sizes, vision_config={"num_hidden_layers": 1, "image_size": 28})
-    model = windowed("mistral")
-    assert set(transformers_attention._windows(model)) == {"sliding_attention"}
-    for changed in (config, transformers.Gemma2Config(**sizes)):
-        model.config = changed
-        assert transformers_attention._windows(model) == {}
-
-
 def test_the_loss_in_pieces_is_the_loss() -> None:
     model = llama().train()
     [batch] = data(1, 9)
@@ -250,10 +238,7 @@ def test_the_loss_in_pieces_is_the_loss() -> None:
 
 
 KEYWORDS: dict[str, dict[str, Any]] = {
-    "a number of items": {"num_items_in_batch": 40},
     "a tensor of one": {"num_items_in_batch": torch.tensor(40)},
-    "labels that are shifted": {"shift_labels": torch.arange(18).view(2, 9) % 7},
-    "another label that does not count": {"ignore_index": 3},
     "all": {"num_items_in_batch": 7, "shift_labels": torch.arange(18).view(2, 9) % 7, "ignore_index": 3},
     "a tuple": {"return_dict": False},
     "what changes nothing": {
@@ -276,15 +261,8 @@ def test_the_loss_in_pieces_takes_what_the_models_own_takes(keywords: str) -> No
         theirs = loss_of(model, input_ids=ids, labels=ids, **more)
         ours = interop.loss_in_pieces(model, ids, ids, piece=4, **more)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("more", ({"logits_to_keep": 3}, {"output_router_logits": True}), ids=str)
-def test_what_would_make_another_loss_is_refused_by_name(more: dict[str, Any]) -> None:
-    ids = tokens(2, 9)
-    with pytest.raises(
-        ValueError, match=f"loss_in_pieces: {next(iter(more))} must be left out, got .* LlamaForCausalLM"
-    ):
-        interop.loss_in_pieces(llama(), ids, ids, **more)
+    with pytest.raises(ValueError, match=r"loss_in_pieces: logits_to_keep must be left out, got .* LlamaForCausalLM"):
+        interop.loss_in_pieces(model, ids, ids, logits_to_keep=3)
 
 
 def test_the_first_loss_in_pieces_under_autocast_has_all_gradients() -> None:
@@ -479,22 +457,6 @@ def test_checkpoints_of_a_model_that_draws_draw_again(
         assert mine == pytest.approx(other, rel=1e-3)
 
 
-@pytest.mark.gpu
-def test_a_captured_trainer_keeps_what_checkpoints_draw(tmp_path: Path) -> None:
-    # Batches are of two lengths, and each is captured in its fourth step.
-    with pytest.warns(UserWarning, match="CapturedTrainer: goes on without a CUDA graph: .* random numbers are drawn"):
-        ours = trained(
-            interop.CapturedTrainer,
-            tmp_path / "a",
-            noisy("a router's noise"),
-            gradient_checkpointing=True,
-            max_steps=12,
-        )
-    theirs = trained(transformers.Trainer, tmp_path / "b", noisy("a router's noise"), max_steps=12)
-    for mine, other in zip(logged(ours, "loss", "grad_norm"), logged(theirs, "loss", "grad_norm"), strict=True):
-        assert mine == pytest.approx(other, rel=1e-3)
-
-
 def test_without_a_gpu_a_captured_trainer_is_the_trainer(tmp_path: Path) -> None:
     if GPU:
         pytest.skip("there is a GPU")
@@ -542,17 +504,6 @@ def test_a_captured_trainer_sees_what_is_trained(
     assert logged(ours, "loss", "grad_norm") == logged(theirs, "loss", "grad_norm")
     for mine, other in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
         assert torch.equal(mine, other)
-
-
-def test_a_trainer_whose_model_is_not_on_the_gpu_is_not_captured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = LlamaForCausalLM(LlamaConfig(**(COMMON | {"intermediate_size": 48})))
-    arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
-    monkeypatch.setattr(runtime, "DEVICE", torch.device("cuda"))
-    with pytest.warns(UserWarning, match="the model is on the cpu"):
-        ours = interop.CapturedTrainer(model, arguments)
-    assert ours.calls.why_eager == "the model is on the cpu"
 
 
 # --- generation -----------------------------------------------------------------------------------------------------
@@ -726,20 +677,6 @@ def test_windows_are_decoded_in_a_graph(kind: str, attention: str) -> None:
     windows = [layer for layer in cache.layers if layer.is_sliding]
     assert {type(layer).__name__ for layer in windows} == {"StaticSlidingWindowLayer"}
     assert {layer.cumulative_length_int for layer in windows} == {5}
-
-
-@pytest.mark.parametrize("kind", WITH_WINDOWS)
-def test_a_static_cache_with_windows_is_decoded_by_our_attention(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also before its windows are full."""
-    model, calls = windowed(kind), []
-    kernel = named_attention.flash_attention
-    transformers_attention.register()
-    model.set_attn_implementation("kernelbook")
-    monkeypatch.setattr(named_attention, "flash_attention", lambda *a, **how: calls.append(how) or kernel(*a, **how))
-    how: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": "static"}
-    model.generate(tokens(2, 2), **how, disable_compile=True)
-    if Version(transformers.__version__) >= Version("5.20"):  # before, some passes are PyTorch's
-        assert len(calls) == 12
 
 
 def test_windows_without_masks_or_positions_are_decoded_from_python() -> None:

@@ -14,7 +14,7 @@ pytest.importorskip("transformers", minversion="5")
 import peft
 import torch
 from emulated_graphs import emulate
-from tiny_models import BY_ATTENTION, MODELS, attention_model, tiny_model, tokens
+from tiny_models import BY_ATTENTION, MODELS, attention_model, tiny_model, tokens, with_lora
 from torch import nn
 
 from kernelbook import check, runtime
@@ -31,14 +31,6 @@ LENGTH = 8
 def _ids(rows: int = 1) -> torch.Tensor:
     torch.manual_seed(1)
     return tokens(rows, LENGTH)
-
-
-def _with_pairs(model: Any) -> Any:
-    config = peft.LoraConfig(
-        r=3, lora_alpha=6, target_parameters=interop.expert_parameters(model), target_modules=["q_proj"],
-        init_lora_weights=False,
-    )  # fmt: skip
-    return peft.get_peft_model(model, config)
 
 
 def _wrong(report: Any, trial: str = "as given") -> set[tuple[str, str]]:
@@ -64,7 +56,7 @@ def test_a_right_model_swapped_and_quantized_is_right(name: str) -> None:
 
 
 def test_pairs_in_16_bits_under_checkpoints_are_right_and_the_model_stays_as_it_was() -> None:
-    model = _with_pairs(tiny_model("qwen3_moe", num_hidden_layers=1, num_experts=16).bfloat16())
+    model = with_lora(tiny_model("qwen3_moe", num_hidden_layers=1, num_experts=16).bfloat16())
     interop.quantize_experts(model, block_size=32)
     interop.use_kernels(model)
     model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -125,16 +117,8 @@ def _frozen(model: Any) -> None:
     _layer(model, 1).mlp.experts.lora_A["default"].weight.requires_grad_(False)
 
 
-def _gradient_over_top_k(model: Any) -> None:
-    _scaled_gradient(interop_experts(model, 1), lambda grad: grad / 2)
-
-
 def interop_experts(model: Any, at: int) -> Any:
     return [experts for _, experts in interop.expert_modules(model)][at]
-
-
-def _not_finite(model: Any) -> None:
-    _scaled_gradient(_layer(model, 0).self_attn, lambda grad: grad * float("nan"))
 
 
 def _dead_expert(model: Any) -> None:
@@ -163,66 +147,12 @@ def _stale_weights(model: Any) -> None:
     norm.forward = changed
 
 
-def _between_layers(model: Any) -> None:
-    _layer(model, 0).register_forward_hook(lambda module, args, out: out * 1.01)
-
-
 def _labels_shifted_twice(model: Any) -> None:
     loss = model.loss_function
     model.loss_function = lambda logits, labels, **others: loss(logits=logits, labels=labels.roll(-1, 1), **others)
 
 
-FAULTS: dict[str, tuple[str, bool, Callable[[Any], None], str, str, str]] = {
-    # model, with LoRA, what is done to it, and what is named: trial, what, name
-    "an adapter is frozen": ("qwen3_moe", True, _frozen, "as given", "gradient", "layers.1.mlp.experts.lora_A.default.weight"),
-    "a gradient is scaled by 1 / top_k": ("qwen3_moe", True, _gradient_over_top_k, "as given", "gradient", "layers.1.mlp.experts.lora_B.default.weight"),
-    "a gradient is not finite": ("llama", False, _not_finite, "as given", "gradient", "layers.0.self_attn.v_proj.weight"),
-    "one expert's adapter gets no gradient": ("qwen3_moe", True, _dead_expert, "as given", "gradient", "layers.0.mlp.experts.lora_A.default.weight"),
-    "an adapter is out of the graph": ("qwen3_moe", True, _detached, "as given", "gradient", "layers.1.self_attn.q_proj.lora_B.default.weight"),
-    "a window is dropped": ("mistral", False, lambda m: _given(_layer(m, 1).self_attn, attention_mask=_causal()), "as given", "output", "layers.1.self_attn"),
-    "a soft cap is lost": ("gemma2", False, lambda m: setattr(_layer(m, 1).self_attn, "attn_logit_softcapping", None), "as given", "output", "layers.1.self_attn"),
-    "padding is attended to": ("llama", False, lambda m: _given(_layer(m, 0).self_attn, attention_mask=_causal()), "padding", "output", "layers.0.self_attn"),
-    "packed sequences see each other": ("llama", False, lambda m: _given(_layer(m, 1).self_attn, attention_mask=_causal()), "packing", "output", "layers.1.self_attn"),
-    "labels are shifted twice": ("llama", False, _labels_shifted_twice, "as given", "loss", "loss"),
-    "a layer keeps old weights": ("llama", False, _stale_weights, "after a step", "output", "layers.1.input_layernorm"),
-    "something is scaled between two layers": ("llama", False, _between_layers, "as given", "input", "layers.1.input_layernorm"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_named_with_its_layer(fault: str) -> None:
-    name, pairs, plant, trial, what, where = FAULTS[fault]
-    model = attention_model(name)
-    wrapped = _with_pairs(model) if pairs else model
-    plant(model)
-    wrong = _wrong(check.model(wrapped, _ids(2)), trial)
-    assert (what, where if where == "loss" else f"model.{where}") in wrong
-    # And no other layer of that kind.
-    others = {place for kind, place in wrong if kind == what} - {f"model.{where}", where}
-    assert (
-        not {place for place in others if f"layers.{1 - int(where.split('.')[1])}" in place} if "." in where else True
-    )
-
-
-def test_each_kind_of_missing_gradient_is_said() -> None:
-    model = attention_model("qwen3_moe")
-    wrapped = _with_pairs(model)
-    for plant in (_frozen, _dead_expert, _detached):
-        plant(model)
-    text = str(check.model(wrapped, _ids(2)))
-    for words in ("frozen (requires_grad is False)", "zero for experts 2", "missing: no backward pass reaches it"):
-        assert words in text, text
-
-
-def test_a_dropped_window_longer_than_the_batch_is_named() -> None:
-    model = attention_model("mistral", sliding_window=4096)
-    _given(_layer(model, 1).self_attn, attention_mask=_causal())
-    wrong = check.model(model, _ids())
-    assert not _wrong(wrong) and ("output", "model.layers.1.self_attn") in _wrong(wrong, "window")
-
-
-def test_an_ignored_sink_is_named() -> None:
-    model = attention_model("gpt_oss")
+def _without_sinks(model: Any) -> None:
     attention = _layer(model, 1).self_attn
     forward, gone = attention.forward, nn.Parameter(torch.full_like(attention.sinks, -1e9))
 
@@ -234,8 +164,53 @@ def test_an_ignored_sink_is_named() -> None:
             attention._parameters["sinks"] = kept
 
     attention.forward = without
-    wrong = _wrong(check.model(model, _ids()))
-    assert ("output", "model.layers.1.self_attn") in wrong and ("output", "model.layers.0.self_attn") not in wrong
+
+
+FAULTS: dict[str, tuple[str, bool, Callable[[Any], None], str, str, str]] = {
+    # model, with LoRA, what is done to it, and what is named: trial, what, name
+    "an adapter is frozen": ("qwen3_moe", True, _frozen, "as given", "gradient", "layers.1.mlp.experts.lora_A.default.weight"),
+    "a gradient is scaled by 1 / top_k": ("qwen3_moe", True, lambda m: _scaled_gradient(interop_experts(m, 1), lambda grad: grad / 2), "as given", "gradient", "layers.1.mlp.experts.lora_B.default.weight"),
+    "a gradient is not finite": ("llama", False, lambda m: _scaled_gradient(_layer(m, 0).self_attn, lambda grad: grad * float("nan")), "as given", "gradient", "layers.0.self_attn.v_proj.weight"),
+    "one expert's adapter gets no gradient": ("qwen3_moe", True, _dead_expert, "as given", "gradient", "layers.0.mlp.experts.lora_A.default.weight"),
+    "an adapter is out of the graph": ("qwen3_moe", True, _detached, "as given", "gradient", "layers.1.self_attn.q_proj.lora_B.default.weight"),
+    "a window is dropped": ("mistral", False, lambda m: _given(_layer(m, 1).self_attn, attention_mask=_causal()), "as given", "output", "layers.1.self_attn"),
+    "sinks are ignored": ("gpt_oss", False, _without_sinks, "as given", "output", "layers.1.self_attn"),
+    "a soft cap is lost": ("gemma2", False, lambda m: setattr(_layer(m, 1).self_attn, "attn_logit_softcapping", None), "as given", "output", "layers.1.self_attn"),
+    "padding is attended to": ("llama", False, lambda m: _given(_layer(m, 0).self_attn, attention_mask=_causal()), "padding", "output", "layers.0.self_attn"),
+    "packed sequences see each other": ("llama", False, lambda m: _given(_layer(m, 1).self_attn, attention_mask=_causal()), "packing", "output", "layers.1.self_attn"),
+    "labels are shifted twice": ("llama", False, _labels_shifted_twice, "as given", "loss", "loss"),
+    "a layer keeps old weights": ("llama", False, _stale_weights, "after a step", "output", "layers.1.input_layernorm"),
+    "something is scaled between two layers": ("llama", False, lambda m: _layer(m, 0).register_forward_hook(lambda module, args, out: out * 1.01), "as given", "input", "layers.1.input_layernorm"),
+}  # fmt: skip
+
+
+SAID = {
+    "an adapter is frozen": "frozen (requires_grad is False)",
+    "one expert's adapter gets no gradient": "zero for experts 2",
+    "an adapter is out of the graph": "missing: no backward pass reaches it",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_named_with_its_layer(fault: str) -> None:
+    name, pairs, plant, trial, what, where = FAULTS[fault]
+    model = attention_model(name)
+    wrapped = with_lora(model) if pairs else model
+    plant(model)
+    report = check.model(wrapped, _ids(2))
+    wrong = _wrong(report, trial)
+    assert (what, where if where == "loss" else f"model.{where}") in wrong
+    if where != "loss":  # and nothing of that kind in the other layer
+        other = f"layers.{1 - int(where.split('.')[1])}."
+        assert not any(kind == what and other in place for kind, place in wrong)
+    assert SAID.get(fault, "") in str(report)
+
+
+def test_a_dropped_window_longer_than_the_batch_is_named() -> None:
+    model = attention_model("mistral", sliding_window=4096)
+    _given(_layer(model, 1).self_attn, attention_mask=_causal())
+    wrong = check.model(model, _ids())
+    assert not _wrong(wrong) and ("output", "model.layers.1.self_attn") in _wrong(wrong, "window")
 
 
 def test_b_with_the_expert_slowest_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +222,7 @@ def test_b_with_the_expert_slowest_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         return pair._replace(b=b.reshape(b.shape[0], wrapper.num_experts, -1).transpose(0, 1))
 
     monkeypatch.setattr(interop_peft, "lora_pair", wrong)
-    model = _with_pairs(tiny_model("qwen3_moe", num_hidden_layers=1))
+    model = with_lora(tiny_model("qwen3_moe", num_hidden_layers=1))
     monkeypatch.setattr(interop_peft, "_probe", lambda: None)
     report = check.model(interop.use_kernels(model), _ids())
     assert {("output", "model.layers.0.mlp.experts")} == {row for row in _wrong(report) if row[0] == "output"}

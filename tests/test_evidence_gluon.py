@@ -11,10 +11,10 @@ import kernelbook as kb
 import pytest
 import torch
 import triton
-from tensors import far_apart, guarded_memory, randn
+from tensors import check_attention, far_apart, guarded_memory, packed, randn
 
-from kernelbook import arguments, check, operators, runtime
-from kernelbook.attention import backward, flash_attention_reference
+from kernelbook import arguments, check, runtime
+from kernelbook.attention import backward
 from kernelbook.attention import kernels as attention_kernels
 from kernelbook.attention import kernels_hopper as hopper
 from kernelbook.moe_lora import moe_lora_reference, scatter2scatter_reference
@@ -45,16 +45,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[products.Plan | N
     monkeypatch.setattr(products, "plan", planned)
     for name in ("PACKED_ELEMENTS", "SOME_ELEMENTS"):
         monkeypatch.setattr(nf4_kernels, name, 0)
-    operators.forget_plans()
     with interpreted(assembly=assembly, any_tile=True, bounded=lambda _: BOUNDED):
         yield made
-    operators.forget_plans()
-
-
-def _packed(kind: str, *shape: int) -> kb.NF4Tensor:
-    if kind in ("mxfp4", "nvfp4"):
-        return kb.fp4_quantize(randn(*shape), format=kind)
-    return kb.nf4_quantize(randn(*shape), block_size=int(kind.split()[0]), double_quant="double" in kind)
 
 
 def _check(
@@ -110,7 +102,7 @@ def _were(kinds: set[str], made: list[products.Plan | None]) -> None:
     ids=str,
 )
 def test_matrix(m: int, kind: str, shape: tuple[int, ...], launched: list[products.Plan | None]) -> None:
-    q, last = _packed(kind, *shape), shape[0] - 1
+    q, last = packed(kind, *shape), shape[0] - 1
     w = kb.nf4_dequantize(q, dtype=torch.float32)
     x = randn(m, shape[2], dtype=F16)
     for expert in {0, last}:
@@ -133,7 +125,7 @@ def test_matrix(m: int, kind: str, shape: tuple[int, ...], launched: list[produc
 )
 def test_rows_far_apart(m: int, step: int, kind: str, launched: list[products.Plan | None]) -> None:
     """Rows of x whose numbers need 64 bits, and such that just do without."""
-    q, x = _packed("64", 1, 40, 1024), randn(m, 1024, dtype=F16)
+    q, x = packed("64", 1, 40, 1024), randn(m, 1024, dtype=F16)
     assert torch.equal(kb.nf4_matmul(far_apart(x, step), q, 0), kb.nf4_matmul(x, q, 0))
     _were({kind}, launched)
 
@@ -141,7 +133,7 @@ def test_rows_far_apart(m: int, step: int, kind: str, launched: list[products.Pl
 def test_parts_of_k(launched: list[products.Plan | None], monkeypatch: pytest.MonkeyPatch) -> None:
     """The last program of a tile adds the parts up in their order, and leaves its counter zero: a second call has the same bits."""
     monkeypatch.setattr(products, "split_of_k", lambda *_: 4)
-    q, x = _packed("64 double", 1, 72, 2112), randn(20, 2112, dtype=F16)
+    q, x = packed("64 double", 1, 72, 2112), randn(20, 2112, dtype=F16)
     with check.poisoned_empty():
         assert torch.equal(kb.nf4_matmul(x, q, 0), kb.nf4_matmul(x, q, 0))
     _were({"gemm"}, launched)
@@ -179,7 +171,7 @@ def test_experts(problem: tuple[Any, ...], launched: list[products.Plan | None])
     kind, tokens, n, k, rank, has_bias, backward = problem
     experts = 3 if tokens >= 16 else 4
     ids = _ids(tokens, experts)
-    q = _packed(kind, experts, n, k)
+    q = packed(kind, experts, n, k)
     w = kb.nf4_dequantize(q, dtype=torch.float32).transpose(1, 2)
     inputs = {"x": randn(tokens, k, dtype=F16)}
     if rank:
@@ -203,7 +195,7 @@ def test_one_expert(skipped: bool, launched: list[products.Plan | None]) -> None
     n, k, rank, tokens = 40, 128, 16, 70 if skipped else 140
     ids = torch.zeros(tokens, 1, dtype=torch.int64)
     ids[66:] = int(skipped)
-    q = _packed("64", 1, n, k)
+    q = packed("64", 1, n, k)
     w = kb.nf4_dequantize(q, dtype=torch.float32).transpose(1, 2)
     inputs = {name: randn(*shape, dtype=F16) for name, shape in (("x", (tokens, k)), ("lora_b", (1, n, rank)))}
     inputs |= {"lora_a": randn(1, rank, k, dtype=F16) / k**0.5, "bias": randn(1, n, dtype=F16)}
@@ -220,7 +212,7 @@ def test_one_expert(skipped: bool, launched: list[products.Plan | None]) -> None
 def test_experts_in_sorted_order(tokens: int, grouped_in: bool, launched: list[products.Plan | None]) -> None:
     experts, n, k = 3, 80, 320
     ids = _ids(tokens, experts, skipped=False)  # so that the last tile ends where the rows end
-    q = _packed("64", experts, n, k)
+    q = packed("64", experts, n, k)
     w = kb.nf4_dequantize(q, dtype=torch.float32).transpose(1, 2)
     how = {"grouped_in": grouped_in, "grouped_out": not grouped_in}
     _check(
@@ -237,7 +229,7 @@ def test_what_is_infinite_stays_in_its_feature() -> None:
     """A block without end in the last row of W but one, and a row of x: rows, columns and words beyond the end are nobody's."""
     experts, n, k, tokens = 3, 72, 192, 20
     ids = torch.rand(tokens, experts).argsort(1)[:, :2]
-    q = _packed("64", experts, n, k)
+    q = packed("64", experts, n, k)
     call = functools.partial(kb.moe_lora, w=q, lora_a=None, lora_b=None, routing=kb.route(ids, experts))
     x = randn(tokens, k, dtype=F16)
     first = call(x)
@@ -307,7 +299,6 @@ def test_attention(problem: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) ->
         return turns[-1]
 
     monkeypatch.setattr(backward, "counters", counters)
-    operators.forget_plans()
     shapes = {"q": (b, h, n, d), "k": (b, h_kv, s, d), "v": (b, h_kv, s, d)}
     inputs = {name: randn(*shape, dtype=F16) for name, shape in shapes.items()}
     if n % 20:  # probabilities of what does not exist would be large
@@ -316,12 +307,6 @@ def test_attention(problem: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) ->
         inputs["q"] *= 40
     if h_kv == 1:  # sinks are joined afterwards
         inputs["sinks"] = 3 * randn(h)
-    check.check_op(
-        functools.partial(kb.flash_attention, causal=causal),
-        functools.partial(flash_attention_reference, causal=causal),
-        inputs,
-        grads=tuple(inputs),
-    )
-    operators.forget_plans()
+    check_attention({"causal": causal}, inputs)
     assert {*launched} == ({"fwd", "bwd"} if at_once else {"fwd", "dkdv", "dq"})
     assert bool(turns) == at_once and not any(t.any() for t in turns), "as the next launch needs them"

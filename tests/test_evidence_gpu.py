@@ -1,13 +1,7 @@
-"""What only a GPU can tell, in few and short tests: kernels that the interpreter cannot run, many times over.
-
-They are what ``tools/evidence/mutants.py`` shows to faults in kernels written in Gluon: each compiles few kernels, as a fault
-means to compile anew, and keeps what is true in a file where that command names a folder for it.
-"""
+"""What only a GPU can tell, in few and short tests: kernels that the interpreter cannot run, many times over."""
 
 import functools
-import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import kernelbook as kb
@@ -15,12 +9,10 @@ import kernelbook as kb
 # isort: split
 import pytest
 import torch
-from tensors import guarded_memory, randn
+from tensors import guarded_memory, packed, randn
 
 from kernelbook import check, memory, runtime
-from kernelbook.attention import flash_attention_reference
 from kernelbook.moe_lora import moe_lora_reference, scatter2scatter_reference
-from kernelbook.nf4 import kernels as nf4_kernels
 
 pytestmark = pytest.mark.gpu
 BF16, F16 = torch.bfloat16, torch.float16
@@ -31,136 +23,25 @@ def _given(*shape: int, dtype: torch.dtype = BF16, scale: float = 1.0) -> torch.
     return (torch.randn(shape) * scale).to(runtime.DEVICE, dtype)
 
 
-@functools.lru_cache(1)
-def _upstream(shape: torch.Size) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(runtime.DEVICE, BF16)
-
-
 def _run(function: Callable[..., torch.Tensor], inputs: dict[str, torch.Tensor], grads: Sequence[str]) -> list[Any]:
     leaves = {name: t.detach().requires_grad_(name in grads) for name, t in inputs.items()}
     out = function(**leaves)
-    found = torch.autograd.grad(out, [leaves[n] for n in grads], _upstream(out.shape).to(out.dtype)) if grads else ()
-    return [out.detach(), *found]
+    upstream = torch.linspace(-1, 1, out.numel(), device=out.device).to(out.dtype).view(out.shape)
+    return [out.detach(), *(torch.autograd.grad(out, [leaves[n] for n in grads], upstream) if grads else ())]
 
 
 def _check(
-    name: str,
     ours: Callable[..., torch.Tensor],
     reference: Callable[..., torch.Tensor],
     inputs: dict[str, torch.Tensor],
     grads: Sequence[str] = (),
     times: int = 15,
 ) -> None:
-    """As ``check.check_op``; then the same bits again and again."""
-    with check.poisoned_empty():
-        found = _run(ours, inputs, grads)
-    folder = os.environ.get("KERNELBOOK_TRUTHS")
-    path = Path(folder or ".") / f"{name}.pt"
-    if folder and path.exists():
-        truth, plain = torch.load(path, map_location=runtime.DEVICE)
-    else:
-        truth = _run(reference, {n: t.double() for n, t in inputs.items()}, grads)
-        plain = _run(reference, inputs, grads)
-        if folder:
-            torch.save((truth, plain), path.with_suffix(f".{os.getpid()}"))
-            path.with_suffix(f".{os.getpid()}").replace(path)
-    for what, out, exact, base in zip(("out", *grads), found, truth, plain, strict=True):
-        factor = check.FORWARD_FACTOR if what == "out" else check.GRADIENT_FACTOR
-        check.compare(what, out, exact, base, factor=factor).require()
+    """By the rule of check.py; then the same bits again and again."""
+    check.check_op(ours, reference, inputs, grads=grads)
+    found = _run(ours, inputs, grads)
     for _ in range(times):
         assert all(torch.equal(a, b) for a, b in zip(_run(ours, inputs, grads), found, strict=True))
-
-
-# (batch, heads, heads of keys, queries, keys, features): few blocks; more programs than multiprocessors, which stay for
-# several blocks or take them in pairs, and are members of a group; the tiles of long sequences.
-ATTENTION = (
-    (2, 4, 2, 300, 300, 128, False),
-    (2, 4, 2, 300, 300, 128, True),
-    (1, 2, 2, 200, 333, 128, True),
-    (2, 4, 2, 333, 200, 128, True),
-    (1, 4, 2, 300, 300, 256, False),
-    (1, 4, 1, 300, 300, 256, True),
-    (1, 2, 2, 150, 333, 256, True),
-    (2, 4, 2, 300, 300, 64, False),
-    (1, 4, 2, 1100, 1100, 64, True),
-    (1, 3, 1, 2100, 2200, 64, False),
-    (16, 4, 2, 1000, 1000, 128, False),
-    (16, 4, 2, 1000, 1000, 128, True),
-    (33, 4, 2, 600, 600, 256, True),
-    (2, 4, 2, 300, 300, 100, True),
-)
-
-
-@pytest.mark.parametrize("dtype", (BF16, F16), ids=("bf16", "f16"))
-@pytest.mark.parametrize("problem", ATTENTION, ids=lambda p: "-".join(map(str, p)))
-def test_attention_on_hopper(problem: tuple[int, ...], dtype: torch.dtype) -> None:
-    b, h, h_kv, n, s, d, causal = problem
-    if dtype == F16 and not (b == 2 and n == s and causal):
-        pytest.skip("once is enough")
-    inputs = {"q": _given(b, h, n, d, dtype=dtype)} | {x: _given(b, h_kv, s, d, dtype=dtype) for x in ("k", "v")}
-    _check(
-        f"attention_{'_'.join(map(str, problem))}_{dtype}",
-        functools.partial(kb.flash_attention, causal=bool(causal)),
-        functools.partial(flash_attention_reference, causal=bool(causal)),
-        inputs,
-        ("q", "k", "v"),
-    )
-
-
-@pytest.mark.parametrize("kind", ("lengths", "window"))
-@pytest.mark.parametrize("d", (64, 128, 256))
-def test_attention(d: int, kind: str) -> None:
-    q, k, v = (_given(3, h, 700, d) for h in (4, 2, 2))
-    given = {"causal": True, "lengths": torch.tensor([700, 0, 130], device=q.device)}
-    if kind == "window":
-        given["window"] = 150
-    _check(
-        f"attention_{d}_{kind}",
-        functools.partial(kb.flash_attention, **given),
-        functools.partial(flash_attention_reference, **given),
-        {"q": q, "k": k, "v": v},
-        ("q", "k", "v"),
-    )
-
-
-def _packed(kind: str, *shape: int) -> kb.NF4Tensor:
-    if kind in ("mxfp4", "nvfp4"):
-        return kb.fp4_quantize(_given(*shape, dtype=torch.float32), format=kind)
-    return kb.nf4_quantize(
-        _given(*shape, dtype=torch.float32), block_size=int(kind.split()[0]), double_quant="double" in kind
-    )
-
-
-@pytest.mark.parametrize(
-    ("kind", "shape"),
-    (
-        ("64", (2, 200, 256)),
-        ("64 double", (2, 200, 256)),
-        ("64", (1, 1024, 4096)),
-        ("128 double", (2, 5000, 448)),
-        ("4096 double", (2, 72, 1088)),
-        ("32", (2, 200, 320)),
-        ("nvfp4", (2, 200, 320)),
-    ),
-    ids=str,
-)
-@pytest.mark.parametrize("m", (1, 3, 8, 13, 40))
-def test_packed_matrix(m: int, kind: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the kernels of large matrices: few rows, and more than they take."""
-    for name in ("PACKED_ELEMENTS", "SOME_ELEMENTS"):
-        monkeypatch.setattr(nf4_kernels, name, 0)
-    if m not in (1, 8) and kind != "64" and m != (13 if "128" in kind else 40):
-        pytest.skip("once is enough")
-    q, last = _packed(kind, *shape), shape[0] - 1
-    w = kb.nf4_dequantize(q, dtype=torch.float32)[last]
-    _check(
-        f"matrix_{m}_{kind}_{shape}",
-        lambda x: kb.nf4_matmul(x, q, torch.tensor([last], device=x.device) if m % 2 else last),
-        lambda x: x @ w.to(x.dtype).t(),
-        {"x": _given(m, shape[2])},
-    )
-    nobody = torch.tensor([99 if m > 1 else -1], device=w.device)
-    assert (kb.nf4_matmul(_given(m, shape[2]), q, nobody) == 0).all()
 
 
 # kind, tokens, N, K, rank, whether there are a bias, gates, a gradient of x; few rows a matrix, and each height of tiles.
@@ -193,7 +74,7 @@ def test_packed_experts(problem: tuple[Any, ...], dtype: torch.dtype) -> None:
     experts = 5
     ids = torch.rand(tokens, experts).argsort(1)[:, :2]
     ids = ids.masked_fill(torch.rand(ids.shape) < 0.15, experts).to(runtime.DEVICE)
-    q = _packed(kind, experts, n, k)
+    q = packed(kind, experts, n, k)
     w = kb.nf4_dequantize(q, dtype=torch.float32).transpose(1, 2)
     inputs = {"x": _given(tokens, k, dtype=dtype)}
     if rank:
@@ -203,7 +84,6 @@ def test_packed_experts(problem: tuple[Any, ...], dtype: torch.dtype) -> None:
         inputs["bias"] = _given(experts, n, dtype=dtype)
     given = {"scaling": 0.5} | ({} if rank else {"lora_a": None, "lora_b": None})
     _check(
-        f"experts_{'_'.join(map(str, problem))}_{dtype}",
         functools.partial(kb.moe_lora, w=q, routing=kb.route(ids, experts), **given),
         lambda **t: moe_lora_reference(w=w.to(t["x"].dtype), expert_ids=ids, **given, **t),
         inputs,
@@ -218,11 +98,10 @@ def test_packed_experts_in_sorted_order(tokens: int, grouped_in: bool) -> None:
     experts, n, k = 5, 208, 320
     ids = torch.rand(tokens, experts).argsort(1)[:, :2].masked_fill(torch.rand(tokens, 2) < 0.15, experts)
     ids = ids.to(runtime.DEVICE)
-    q = _packed("64", experts, n, k)
+    q = packed("64", experts, n, k)
     w = kb.nf4_dequantize(q, dtype=torch.float32).transpose(1, 2)
     how = {"grouped_in": grouped_in, "grouped_out": not grouped_in}
     _check(
-        f"sorted_{tokens}_{grouped_in}",
         functools.partial(kb.scatter2scatter, w=q, routing=kb.route(ids, experts), **how),
         lambda x: scatter2scatter_reference(x, w.to(x.dtype), ids, **how),
         {"x": _given(2 * tokens if grouped_in else tokens, k)},

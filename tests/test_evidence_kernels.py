@@ -1,7 +1,6 @@
 """What no other test noticed when faults were planted in kernels (``make evidence``): each test here kills some of them."""
 
 import functools
-from collections.abc import Iterator
 
 import kernelbook as kb
 
@@ -12,7 +11,7 @@ import torch.nn.functional as F
 import triton
 from tensors import randn
 
-from kernelbook import check, operators, runtime
+from kernelbook import check, runtime
 from kernelbook.lab.compiled import compile_calls
 from kernelbook.layer_norm import kernels, rms_norm_reference
 from kernelbook.nf4 import kernels as nf4_kernels
@@ -81,30 +80,24 @@ def test_the_mean_that_is_kept_is_the_corrected_one(m: int, n: int, period: int)
 ROWS = 2 * kernels.FEW_TILES + 3  # tiles of two rows enough for several programs, the last tile not full
 
 
-def _small_tiles(
-    monkeypatch: pytest.MonkeyPatch, forward: triton.Config | None, backward: triton.Config
-) -> Iterator[None]:
+def _small_tiles(monkeypatch: pytest.MonkeyPatch, forward: triton.Config | None, backward: triton.Config) -> None:
     monkeypatch.setattr(kernels, "plan_forward", lambda *_: forward)
     monkeypatch.setattr(kernels, "looped_config", lambda *_: triton.Config({"BLOCK_N": 64}, num_warps=4))
     monkeypatch.setattr(kernels, "plan_backward", lambda *_: kernels.BackwardPlan(backward, 2))
-    operators.forget_plans()
-    yield
-    monkeypatch.undo()
-    operators.forget_plans()
 
 
 @pytest.fixture
-def _looped(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _looped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short rows are looped over too, in small tiles, so that the kernels for long ones run in a moment."""
-    yield from _small_tiles(monkeypatch, None, triton.Config({"BLOCK_M": 2, "BLOCK_N": 32}, num_warps=4))
+    _small_tiles(monkeypatch, None, triton.Config({"BLOCK_M": 2, "BLOCK_N": 32}, num_warps=4))
 
 
 @pytest.fixture
-def _in_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short rows stay in registers as several small tiles, and two programs share one in the backward pass."""
     forward = triton.Config({"BLOCK_M": 1, "BLOCK_N": 64, "NUM_BLOCKS": 5}, num_warps=4)
     tiles = {"BLOCK_M": 2, "BLOCK_N": 32, "NUM_BLOCKS": 5, "SPLIT": 2, "STAGES": 1}
-    yield from _small_tiles(monkeypatch, forward, triton.Config(tiles, num_warps=4))
+    _small_tiles(monkeypatch, forward, triton.Config(tiles, num_warps=4))
 
 
 @pytest.mark.usefixtures("_looped")
@@ -144,36 +137,8 @@ def test_looped_rows_of_layer_norm(parts: tuple[str, ...], n: int) -> None:
 @pytest.mark.usefixtures("_looped")
 def test_looped_rows_of_rms_norm(residual: bool, n: int) -> None:
     inputs = {"x": randn(2 * ROWS, n + 3)[::2, 1:-2], "weight": randn(n)}
-    if residual:
-        inputs["residual"] = randn(ROWS, n + 7)[:, 4:-3]
+    inputs |= {"residual": randn(ROWS, n + 7)[:, 4:-3]} if residual else {}
     check.check_op(kb.rms_norm, rms_norm_reference, inputs, grads=tuple(inputs))
-
-
-@pytest.mark.parametrize("looped", (False, True))
-def test_gradients_that_come_with_strides_of_their_own(looped: bool, request: pytest.FixtureRequest) -> None:
-    """Those of the norm and of the sum, whose rows lie apart in other ways, and x in another again."""
-    if looped:
-        request.getfixturevalue("_looped")
-    x, r, w = randn(9, 301)[:, :300].requires_grad_(), randn(9, 300).requires_grad_(), randn(300).requires_grad_()
-    dy, ds = randn(9, 340)[:, 17:317], randn(1, 300).expand(9, 300)
-    call = functools.partial(torch.autograd.grad, kb.rms_norm(x, w, residual=r), (x, r, w), retain_graph=True)
-    strided, dense = call(grad_outputs=(dy, ds)), call(grad_outputs=(dy.contiguous(), ds.contiguous()))
-    within = 0.0 if runtime.INTERPRET else 1e-6  # a GPU may share a row out among threads in another way
-    for ours, expected in zip(strided, dense, strict=True):
-        torch.testing.assert_close(ours, expected, rtol=within, atol=within)
-    for norm in (kb.layer_norm, study.layer_norm_with_locks):
-        y = norm(x, w, w)
-        ours = torch.autograd.grad(y, (x, w), dy)
-        check.compare("dx", ours[0], *_layer_norm_dx(x, w, dy), factor=check.GRADIENT_FACTOR).require()
-
-
-def _layer_norm_dx(x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """In float64 and by PyTorch in float32."""
-    found = []
-    for dtype in (torch.float64, torch.float32):
-        leaf, weight = x.detach().to(dtype).requires_grad_(), w.detach().to(dtype)
-        found += torch.autograd.grad(F.layer_norm(leaf, (x.shape[1],), weight, weight), leaf, dy.to(dtype))
-    return found[0], found[1]
 
 
 # --- scatter_ffn ----------------------------------------------------------------------------------------------------
@@ -251,7 +216,7 @@ def test_a_tile_that_ends_with_the_blocks_of_a_scale() -> None:
 
 
 @pytest.fixture
-def _small_nf4_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _small_nf4_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 2 x 16 words, of 64 elements, and of two rows by two tokens: small matrices have many, and rows share them."""
     words = {"BLOCK_W": 16, "UNROLL": 2, "AHEAD": 4, "SPAN": 2}
     matmul = {"ROWS": 2, "BLOCK_W": 8, "UNROLL": 2}
@@ -260,10 +225,6 @@ def _small_nf4_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(nf4_kernels, "quantize_config", lambda _: triton.Config({"BLOCKS": 2}, num_warps=1))
     monkeypatch.setattr(nf4_kernels, "matmul_config", lambda *_: triton.Config(matmul, num_warps=1))
     monkeypatch.setattr(nf4_kernels, "MATMUL_TOKENS", 2)
-    operators.forget_plans()
-    yield
-    monkeypatch.undo()
-    operators.forget_plans()
 
 
 @pytest.mark.skipif(not runtime.INTERPRET, reason="tiles that no GPU would be given")

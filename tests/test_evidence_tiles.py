@@ -4,21 +4,20 @@ import kernelbook as kb
 
 # isort: split
 import functools
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 import triton
-from tensors import randn
+from tensors import check_attention, randn
 from triton.runtime import interpreter
 
 from bench.sparse_inference import Predictor
-from kernelbook import arguments, check, operators, runtime
-from kernelbook.attention import flash_attention_reference, paged_attention_reference
+from kernelbook import arguments, check, runtime
 from kernelbook.attention import kernels as attention_kernels
 from kernelbook.attention import kernels_decode as decode_kernels
+from kernelbook.attention import paged_attention_reference
 from kernelbook.interop import rotary
 from kernelbook.moe_lora import kernels as moe_kernels
 from kernelbook.moe_lora import moe_lora_reference
@@ -37,55 +36,7 @@ from kernelbook.train.optimizer import ChunkAdamW
 pytestmark = pytest.mark.skipif(not runtime.INTERPRET, reason="tiles that no GPU would be given")
 
 
-@pytest.fixture(autouse=True)
-def _forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No plan outlives a test."""
-    operators.forget_plans()
-    yield
-    monkeypatch.undo()
-    operators.forget_plans()
-
-
 # --- sparse_linear --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("split", (1, 3))
-@pytest.mark.parametrize(("chunk", "boxes"), ((16, False), (20, False), (64, True)))
-def test_sparse_linear(chunk: int, boxes: bool, split: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    side = 64 if boxes else 16  # a box has 64 rows
-    blocks = {"BLOCK_R": side, "BLOCK_D": 16, "BLOCK_K": 16, "GROUP": 2}
-    plan = sparse_kernels.Plan(triton.Config(blocks, num_warps=4, num_stages=1), split, boxes)
-    monkeypatch.setattr(sparse_kernels, "plan_backward", lambda *_: plan)
-    monkeypatch.setattr(sparse_kernels, "plan_forward", lambda *_: sparse_kernels.Plan(plan.config))
-    monkeypatch.setattr(sparse_kernels, "ZERO_PIECE", 128)
-    monkeypatch.setattr(sparse_kernels, "BLOCK_ZERO", 64)
-    monkeypatch.setattr(sparse_kernels, "ZERO_ROWS", 32)
-    monkeypatch.setattr(sparse_kernels, "BLOCK_A", 2)
-    m, d_in, d_out = 70, 40, 7 * chunk - 8
-    x, w, dy, b = (randn(*s).to(torch.float16) for s in ((m, d_in), (d_out, d_in), (m, d_out), (d_out,)))
-    ids = torch.tensor([6, 0, 3], device=x.device)
-    given = {"active_chunks": ids, "chunk_size": chunk}
-    unlisted = ~torch.isin(torch.arange(d_out, device=x.device) // chunk, ids)
-    w[unlisted], dy[:, unlisted], b[unlisted] = float("nan"), float("nan"), float("nan")  # nobody has to look there
-    for compact in (False, True):
-        ours = functools.partial(kb.sparse_backward, compact=compact, **given)
-
-        def both(x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, compact: bool = compact) -> tuple:
-            dy, w = dy.nan_to_num(0.0), w.nan_to_num(0.0)  # references multiply by zero
-            return *sparse_dw_reference(x, dy, compact=compact, **given), sparse_dx_reference(dy, w, **given)
-
-        inputs = {"x": x, "weight": w, "dy": dy}
-        check.check_op(
-            lambda x, weight, dy, ours=ours: ours(x, weight, dy), lambda x, weight, dy, both=both: both(x, weight, dy),
-            inputs, forward_factor=check.GRADIENT_FACTOR,
-        )  # fmt: skip
-        check.check_op(
-            functools.partial(kb.sparse_forward, compact=compact, **given),
-            lambda x, weight, bias, compact=compact: sparse_forward_reference(
-                x, weight.nan_to_num(0.0), bias.nan_to_num(0.0), compact=compact, **given
-            ),
-            {"x": x, "weight": w, "bias": b},
-        )
 
 
 def _whole(*shape: int) -> torch.Tensor:
@@ -117,8 +68,14 @@ def _assert_exact(m: int, d_in: int, d_out: int, ids: list[int], chunk: int) -> 
 
 @pytest.mark.parametrize(
     ("m", "chunk", "side", "boxes", "split"),
-    ((34, 20, 16, False, 1), (34, 64, 128, True, 1), (34, 128, 128, True, 1), (70, 64, 64, True, 2)),
-    ids=("", "two boxes", "half a chunk", "shares"),
+    (
+        (34, 20, 16, False, 1),
+        (70, 16, 16, False, 3),
+        (34, 64, 128, True, 1),
+        (34, 128, 128, True, 1),
+        (70, 64, 64, True, 2),
+    ),
+    ids=("", "shares without boxes", "two boxes", "half a chunk", "shares"),
 )
 def test_sparse_linear_to_the_last_bit(
     m: int, chunk: int, side: int, boxes: bool, split: int, monkeypatch: pytest.MonkeyPatch
@@ -129,6 +86,8 @@ def test_sparse_linear_to_the_last_bit(
     monkeypatch.setattr(sparse_kernels, "plan_backward", lambda *_: plan)
     monkeypatch.setattr(sparse_kernels, "plan_forward", lambda *_: sparse_kernels.Plan(plan.config))
     monkeypatch.setattr(sparse_op, "_strategy", lambda *_, **__: "tiles")  # in float32, which no GPU does
+    for name, small in (("ZERO_PIECE", 128), ("BLOCK_ZERO", 64), ("ZERO_ROWS", 32), ("BLOCK_A", 2)):
+        monkeypatch.setattr(sparse_kernels, name, small)
     _assert_exact(m, 24, 4 * chunk - 8, [3, 1, 2], chunk)
 
 
@@ -156,96 +115,22 @@ def test_chunks_out_of_range_in_boxes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(*(kb.sparse_dx(dy, w, active_chunks=listed, chunk_size=64) for listed in (ids, kept)))
 
 
-# --- scatter_ffn ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("gated", (False, True))
-@pytest.mark.parametrize("shares", (1, 4))
-@pytest.mark.parametrize("way", ("vector", "tiles"))
-def test_scatter_ffn(way: str, shares: int, gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    m = 3 if way == "vector" else 21
-    if way == "vector":
-        up = ffn_kernels._vector_up(m, 2, 16, 1), 1
-        down = ffn_kernels._vector_down(m, 4, 16, 2, 1), shares
-    else:
-        blocks = {"BLOCK_M": 16, "BLOCK_L": 16, "BLOCK_K": 16, "SHARES": shares, "GROUP": 2, "STAGES": 1}
-        up = triton.Config(blocks, num_warps=4), 2
-        blocks = {"BLOCK_M": 16, "BLOCK_L": 16, "BLOCK_C": 16, "GROUP": 2, "STAGES": 1, "LISTED": 16, "AHEAD": 0}
-        down = triton.Config(blocks, num_warps=4), 2
-    plan = ffn_kernels.Plan(way, *up, *down)
-    monkeypatch.setattr(ffn_kernels, "plan", lambda *_: plan)
-    inputs = {
-        "x": randn(m, 72 + 16 * shares), "w_up": randn(90, 72 + 16 * shares) / 10, "w_down": randn(90, 40) / 7,
-        "b_up": randn(90), "b_down": randn(40),
-    }  # fmt: skip
-    inputs |= {"w_gate": randn(90, 72 + 16 * shares) / 10, "b_gate": randn(90)} if gated else {}
-    dtype = torch.float32 if way == "vector" else torch.float16
-    inputs = {name: t.to(dtype) for name, t in inputs.items()}
-    given = {"neurons": torch.randperm(90, device=runtime.DEVICE)[:53], "activation": "silu"}
-    unlisted = ~torch.isin(torch.arange(90, device=runtime.DEVICE), given["neurons"])
-    for name in {"w_up", "w_gate", "w_down", "b_up", "b_gate"} & inputs.keys():
-        inputs[name][unlisted] = float("nan")  # nobody has to look there
-    check.check_op(
-        functools.partial(kb.scatter_ffn, **given), functools.partial(scatter_ffn_reference, **given), inputs
-    )
-    if not gated:
-        rows = given["neurons"]
-        for bias in (None, inputs["b_up"]):
-            check.check_op(
-                lambda x, w, bias=bias: kb.gather_matmul(x, w, rows, bias=bias),
-                lambda x, w, bias=bias: F.linear(x, w[rows], None if bias is None else bias[rows].to(x.dtype)),
-                {"x": inputs["x"], "w": inputs["w_up"]},
-            )
-
-
 # --- attention ------------------------------------------------------------------------------------------------------
-
-
-def _small_attention_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        attention_kernels,
-        "config",
-        lambda kernel, d, *_: triton.Config(
-            {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_D": attention_kernels.block_d(d)}, num_warps=4, num_stages=1
-        ),
-    )
 
 
 @pytest.mark.parametrize(("n", "s", "window"), ((50, 110, 30), (50, 70, 45)))
 def test_attention_to_keys_before_the_queries(n: int, s: int, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """More keys before the first query than a window has, and fewer: which tiles of queries see all keys of a tile."""
-    _small_attention_tiles(monkeypatch)
+    small = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_D": attention_kernels.block_d(24)}
+    monkeypatch.setattr(attention_kernels, "config", lambda *_: triton.Config(small, num_warps=4, num_stages=1))
     monkeypatch.setattr(attention_kernels, "section", lambda *_: 2)
-    given = {"causal": True, "window": window}
-    check.check_op(
-        functools.partial(kb.flash_attention, **given),
-        functools.partial(flash_attention_reference, **given),
-        {"q": randn(1, 2, n, 24), "k": randn(1, 1, s, 24), "v": randn(1, 1, s, 24)},
-        grads=("q", "k", "v"),
-    )
-
-
-@pytest.mark.parametrize("n", (50, 70))
-@pytest.mark.parametrize("window", (None, 1, 21))
-@pytest.mark.parametrize("causal", (False, True))
-def test_attention(causal: bool, window: int | None, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    if window and not causal:
-        pytest.skip("a window asks for an order")
-    _small_attention_tiles(monkeypatch)
-    s = 70
-    lengths = torch.tensor([70, 33, 0], device=runtime.DEVICE)
-    q, k, v = randn(3, 4, n, 24), randn(3, 2, s, 24), randn(3, 2, s, 24)
-    given = {"causal": causal, "window": window, "lengths": lengths}
-    check.check_op(
-        functools.partial(kb.flash_attention, **given),
-        functools.partial(flash_attention_reference, **given),
-        {"q": q, "k": k, "v": v},
-        grads=("q", "k", "v"),
+    check_attention(
+        {"causal": True, "window": window}, {"q": randn(1, 2, n, 24), "k": randn(1, 1, s, 24), "v": randn(1, 1, s, 24)}
     )
 
 
 @pytest.mark.parametrize("late", (False, True), ids=("", "queries asked for with the keys"))
-@pytest.mark.parametrize(("height", "splits", "pieces"), ((16, 1, 1), (16, 3, 1), (16, 4, 2), (64, 3, 1)))
+@pytest.mark.parametrize(("height", "splits", "pieces"), ((16, 1, 1), (16, 4, 2), (64, 3, 1)))
 @pytest.mark.parametrize("n", (1, 7))
 def test_decoding(n: int, height: int, splits: int, pieces: int, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of 16 queries or 64, and 16 keys: of 28 queries two tiles, or one; keys in shares, columns in pieces."""
@@ -253,25 +138,18 @@ def test_decoding(n: int, height: int, splits: int, pieces: int, late: bool, mon
     blocks = {"BLOCK_M": height, "BLOCK_N": 16, "BLOCK_D": 64, "PIECES": pieces, "Q_LATE": late, "STAGES": 1}
     plan = triton.Config(blocks, num_warps=4, num_stages=1), splits
     monkeypatch.setattr(decode_kernels, "tiles_and_splits", lambda *_: plan)
-    operators.forget_plans()
     b, h_kv, group, s, page = 3, 2, 4, 90, 16
     q = randn(b, h_kv * group, n, 64).half()
     lengths = torch.tensor([90, 37, 0], device=q.device)
     for window in (None, 20):
         k, v = (randn(b, h_kv, s, 64).half() for _ in range(2))
-        given = {"causal": True, "lengths": lengths, "window": window}
-        check.check_op(
-            functools.partial(kb.flash_attention, **given),
-            functools.partial(flash_attention_reference, **given),
-            {"q": q, "k": k, "v": v},
-        )
+        check_attention({"causal": True, "lengths": lengths, "window": window}, {"q": q, "k": k, "v": v}, ())
     if not late:
         pages = [randn(20, h_kv, page, 64).half() for _ in range(2)]
         table = torch.randperm(20, device=q.device)[:18].view(3, 6)
         table[1, 1] = -3  # a page that is not there
         inputs = {"q": q, "k_pages": pages[0], "v_pages": pages[1], "block_table": table, "lengths": lengths}
         check.check_op(kb.paged_attention, paged_attention_reference, inputs)
-    operators.forget_plans()
 
 
 def _among_nan(tensor: torch.Tensor, rows: int = 0) -> torch.Tensor:
@@ -303,12 +181,7 @@ def test_decoding_among_nan(
     lengths = torch.tensor([0, 33, 81], device=q.device)
     if listed == 2:
         k, v = (_among_nan(randn(3, 2, 81, 24), 16) for _ in range(2))
-        given = {"causal": True, "lengths": lengths}
-        check.check_op(
-            functools.partial(kb.flash_attention, **given),
-            functools.partial(flash_attention_reference, **given),
-            {"q": q, "k": k, "v": v},
-        )
+        check_attention({"causal": True, "lengths": lengths}, {"q": q, "k": k, "v": v}, ())
     pages = [_among_nan(randn(20, 2, page, 24)) for _ in range(2)]
     table = torch.randperm(20, device=q.device)[: 3 * (96 // page)].view(3, -1)
     table[1, 0], table[2, 0] = 20, -(2**32) + 1
@@ -345,13 +218,9 @@ def _small_moe_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         moe_kernels,
         "rows_tiles",
         lambda rows, experts, rank, itemsize, access, *_: tiles(
-            4,
-            1,
-            BLOCK_M=16,
-            SMALL_M=16,
-            **dict.fromkeys(("BLOCK_N", "BLOCK_K"), 32 if access == "packed" else 16),
+            4, 1, BLOCK_M=16, SMALL_M=16, **dict.fromkeys(("BLOCK_N", "BLOCK_K"), 32 if access == "packed" else 16)
         ),
-    )
+    )  # fmt: skip
     monkeypatch.setattr(
         moe_kernels,
         "shrink_tiles",
@@ -369,7 +238,6 @@ def _small_moe_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("packed", (False, True))
 def test_moe_lora(strategy: str, packed: bool) -> None:
     """Two tiles of rows of an expert, of columns, of sums and of the rank; slots to skip; programs that route together."""
-    operators.forget_plans()
     tokens, experts, slots, k, n, rank = 45, 5, 3, 64, 40, 20
     ids = torch.rand(tokens, experts, device=runtime.DEVICE).argsort(1)[:, :slots]
     ids[::4, 1] = experts
@@ -399,14 +267,12 @@ def test_moe_lora(strategy: str, packed: bool) -> None:
                 given,
                 grads=tuple(given),
             )
-    operators.forget_plans()
 
 
 def test_elementwise_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nn_kernels, "BLOCK_I", 16)
     monkeypatch.setattr(nn_kernels, "ROWS", 2)
     monkeypatch.setattr(nn_kernels, "HEADS", 4)
-    operators.forget_plans()
     h = randn(5, 74)
     check.check_op(swiglu, lambda h: F.silu(h[:, :37]) * h[:, 37:], {"h": h}, grads=("h",))
 
@@ -423,7 +289,6 @@ def test_elementwise_modules(monkeypatch: pytest.MonkeyPatch) -> None:
             {"q": q, "k": k},
             grads=("q", "k"),
         )
-    operators.forget_plans()
 
 
 # --- training -------------------------------------------------------------------------------------------------------

@@ -21,12 +21,6 @@ def test_it_is_not_older_than_the_results(tool: Any) -> None:
     )
 
 
-def test_another_row_is_another_digest(tool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    before, rows = tool.digest(), tool.rows
-    monkeypatch.setattr(tool, "rows", lambda: rows().iloc[1:])
-    assert tool.digest() != before
-
-
 def test_a_step_that_changed_nothing_is_left_out(tool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     times = {"kernelbook:five launches": 0.5, "kernelbook:one": 0.1, "kernelbook:renamed": 0.101, "torch": 0.1}
     table = pd.DataFrame({"provider": list(times), "ms": list(times.values()), "shape": "M=4096 N=16384", "gpu": "G"})
@@ -34,8 +28,3 @@ def test_a_step_that_changed_nothing_is_left_out(tool: Any, monkeypatch: pytest.
     assert [name for name, _ in tool.steps()] == ["five launches", "one", "PyTorch"]
     (ax,) = tool._figure().axes
     assert [round(bar.get_width()) for bar in ax.patches] == [500, 100, 100]
-
-
-def test_readme_and_first_page_begin_with_it() -> None:
-    assert "book/figures/first.svg" in (ROOT / "README.md").read_text()[:1500]
-    assert "figures/first.svg" in (ROOT / "book" / "intro.md").read_text()[:2500]

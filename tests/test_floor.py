@@ -15,11 +15,3 @@ def test_every_word_is_read(dtype: torch.dtype, columns: int, rows: tuple[int, .
     for count in (1, 2, 3):
         expected = floor.fold([m if ids is None else m[ids] for m in matrices[:count]])
         assert torch.equal(floor.fold([floor.read_rows(matrices[:count], ids)]), expected)
-
-
-def test_what_it_cannot_read_is_refused() -> None:
-    x = torch.zeros(4, 8, device=runtime.DEVICE)
-    with pytest.raises(ValueError, match="one to three, got 4"):
-        floor.read_rows([x] * 4)
-    with pytest.raises(ValueError, match="one shape"):
-        floor.read_rows([x, x[:, :4].contiguous()])

@@ -151,32 +151,20 @@ def test_an_unknown_keyword_is_the_models_own(is_causal: bool, calls: list[dict[
     assert len(calls) == 1
     with pytest.raises(ValueError, match=r"attention_forward: other must be None .* got Tensor from _Gated"):
         module(interop.attention_forward, q, other=gate, is_causal=is_causal)
-
-
-def test_an_unknown_keyword_of_a_module_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is causal, as transformers takes it; one query, the last, sees all keys."""
-    monkeypatch.delattr(_Gated, "is_causal")
-    module, q, gate = _Gated(), randn(2, 3, 9, 8), randn(9)
-    for n in (9, 1):
-        causal = torch.full((n, 9), -torch.inf, device=runtime.DEVICE).triu(10 - n)
-        ours, _ = interop.attention_forward(module, q[:, :, -n:], q, q, None, scaling=0.3, gate=gate)
-        expected, _ = _eager_attention_forward(module, q[:, :, -n:], q, q, causal, 0.3, gate=gate)
-        torch.testing.assert_close(ours, expected)
-
-
-def test_a_window_without_a_mask_is_an_error() -> None:
-    """A mask function that leaves windows to the attention: nobody would see to them."""
-    q = randn(1, 2, 9, 8)
-    with pytest.raises(
-        ValueError, match=r"sliding_window must be part of attention_mask .* got 4 for 9 keys and no mask"
-    ):
-        interop.attention_forward(torch.nn.Module(), q, q, q, None, sliding_window=4)
+    # One query, the last, sees all keys.
+    last, expected = q[:, :, -1:], _eager_attention_forward(module, q[:, :, -1:], q, q, None, 0.3, gate=gate)[0]
+    torch.testing.assert_close(interop.attention_forward(module, last, q, q, None, scaling=0.3, gate=gate)[0], expected)
 
 
 @pytest.mark.parametrize("dtype", (torch.int64, torch.int32, torch.uint8), ids=str)
 def test_a_mask_of_integers_is_an_error(dtype: torch.dtype) -> None:
-    """It would be added to the scores, or mean yes and no: the models do not say. None is taken for a statement."""
+    """It would be added to the scores, or mean yes and no: the models do not say. None is taken for a statement.
+
+    Nor is a window without a mask, which a mask function left to the attention: nobody would see to it.
+    """
     q = randn(1, 2, 9, 8)
+    with pytest.raises(ValueError, match=r"sliding_window must be part of attention_mask .* got 4 for 9 keys and no"):
+        interop.attention_forward(torch.nn.Module(), q, q, q, None, sliding_window=4)
     for mask in (torch.ones(1, 1, 9, 9, dtype=dtype), torch.ones(1, 1, 1, 9, dtype=dtype).tril()):
         with pytest.raises(ValueError, match=rf"attention_mask must be of booleans or floating point, got {dtype}"):
             interop.attention_forward(torch.nn.Module(), q, q, q, mask.to(q.device))

@@ -10,7 +10,7 @@ pytest.importorskip("bitsandbytes.nn.parametrize")
 
 import torch
 from bitsandbytes.nn.parametrize import replace_parameter_4bit as replace
-from tiny_models import dequantized, tiny_model, tokens
+from tiny_models import dequantized, tiny_model, tokens, with_lora
 
 from kernelbook.interop import bitsandbytes as interop_bnb
 from kernelbook.interop import transformers as interop
@@ -47,12 +47,7 @@ def test_experts_are_taken_as_they_are(quant_type: str, compress_statistics: boo
 
 
 def test_lora_on_them() -> None:
-    peft = pytest.importorskip("peft")
-    model = tiny_model("olmoe", **SIZES["olmoe"])
-    config = peft.LoraConfig(
-        r=2, target_modules=[], target_parameters=interop.expert_parameters(model), init_lora_weights=False
-    )
-    model = peft.get_peft_model(model, config)
+    model = with_lora(tiny_model("olmoe", **SIZES["olmoe"]), target_modules=[])
     dense = copy.deepcopy(model)
     for (_, experts), (_, plain) in zip(interop.expert_modules(model), interop.expert_modules(dense), strict=True):
         for weight in ("gate_up_proj", "down_proj"):

@@ -13,9 +13,8 @@ pytest.importorskip("peft")
 import peft
 import torch
 import transformers
-from safetensors import safe_open
-from safetensors.torch import save_file
-from tiny_models import assert_as_eager, tiny_model, tokens
+from safetensors.torch import load_file, save_file
+from tiny_models import assert_as_eager, pairs, tensors_of, tiny_model, tokens, with_equal_pairs, write_checkpoint
 
 from kernelbook import check, runtime
 from kernelbook.interop import peft as interop_peft
@@ -87,18 +86,16 @@ def publish(
     tensors, dense = {}, {}
     names = ["q_proj", "k_proj", "v_proj", "o_proj"] if attention else []
     model.save_pretrained(folder)
-    with safe_open(folder / "model.safetensors", "pt") as file:
-        for key in sorted(file.keys()):
-            module, value = key.removesuffix(".weight"), file.get_tensor(key)
-            if ".experts." in key or module.rpartition(".")[2] in names:
-                # gate, up and down of an expert have very different scales
-                factor = {"up_proj": 4.0, "w3": 4.0, "gate_proj": 0.3, "w1": 0.3}.get(module.rpartition(".")[2], 1.0)
-                parts = encoded(value * factor, layout)
-                tensors |= {f"{module}.{leaf}": part for leaf, part in parts.items()}
-                dense[key] = decoded(parts)
-            else:
-                tensors[key] = value
-                dense[key] = value.float()
+    for key, value in sorted(load_file(folder / "model.safetensors").items()):
+        module = key.removesuffix(".weight")
+        if ".experts." in key or module.rpartition(".")[2] in names:
+            # gate, up and down of an expert have very different scales
+            factor = {"up_proj": 4.0, "w3": 4.0, "gate_proj": 0.3, "w1": 0.3}.get(module.rpartition(".")[2], 1.0)
+            parts = encoded(value * factor, layout)
+            tensors |= {f"{module}.{leaf}": part for leaf, part in parts.items()}
+            dense[key] = decoded(parts)
+        else:
+            tensors[key], dense[key] = value, value.float()
     if layout == "modelopt":
         tensors |= {f"model.layers.0.self_attn.{name}_proj.{name}_scale": torch.rand(()) for name in "kv"}
     dense_folder = folder.with_name(f"{folder.name}_dense")
@@ -107,27 +104,8 @@ def publish(
     exact = transformers.AutoModelForCausalLM.from_pretrained(dense_folder, experts_implementation="eager")
     for name, parameter in exact.named_parameters():
         parameter.requires_grad_("experts" not in name and not any(f"{each}.weight" in name for each in names))
-    rewrite(folder, tensors, SETTINGS[layout])
+    write_checkpoint(folder, tensors, quantization_config=SETTINGS[layout])
     return tensors, exact.to(runtime.DEVICE).eval()
-
-
-def rewrite(folder: Path, tensors: dict[str, torch.Tensor], settings: dict[str, Any]) -> None:
-    for path in folder.glob("*.safetensors"):
-        path.unlink()
-    shards = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(tensors)}
-    for shard in set(shards.values()):
-        save_file({name: tensors[name] for name in tensors if shards[name] == shard}, folder / shard, {"format": "pt"})
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": shards}))
-    written = json.loads((folder / "config.json").read_text()) | {"quantization_config": settings}
-    (folder / "config.json").write_text(json.dumps(written))
-
-
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    found = {}
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            found |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    return found
 
 
 def load(folder: Path) -> Any:
@@ -230,11 +208,11 @@ def test_no_layer_is_dense_at_any_time(layout: str, tmp_path: Path, monkeypatch:
     assert max(t.nbytes for name, t in held if "experts" in name) <= largest
 
 
-def changed(folder: Path, layout: str, change: Any, settings: Any = None) -> Path:
+def changed(folder: Path, layout: str, change: Any) -> Path:
     """A published checkpoint, changed."""
     tensors, _ = publish(folder, layout)
     change(tensors)
-    rewrite(folder, tensors, settings or SETTINGS[layout])
+    write_checkpoint(folder, tensors)
     return folder
 
 
@@ -291,12 +269,6 @@ def test_all_experts_must_be_there(leaf: str, tmp_path: Path) -> None:
         load(changed(tmp_path / "partly", LAYOUTS[0], lambda tensors: tensors.pop(f"{EXPERT}.{leaf}")))
 
 
-def test_one_expert_alone_is_stacked() -> None:
-    one = torch.randint(0, 256, (4, 8), dtype=torch.uint8).view(torch.float8_e4m3fn)
-    found = transformers_nvfp4._Stack().convert({"scales": [one]}, ["scales"], ["all"])["all"]
-    assert found.dtype == one.dtype and torch.equal(found.view(torch.uint8), one.view(torch.uint8)[None, None])
-
-
 def test_settings() -> None:
     for settings, error, message in (
         (None, TypeError, "settings must be a dict, got NoneType"),
@@ -316,33 +288,10 @@ def test_settings() -> None:
 # --- training and merging -------------------------------------------------------------------------------------------
 
 
-def with_lora(model: Any) -> Any:
-    torch.manual_seed(1)
-    config = peft.LoraConfig(
-        r=2, target_parameters=interop.expert_parameters(model), target_modules=["q_proj"], init_lora_weights=False
-    )
-    return peft.get_peft_model(model, config)
-
-
-def pairs(model: Any) -> dict[tuple[str, ...], torch.nn.Parameter]:
-    """By what they are for: around packed parameters PEFT nests its wrappers in another order."""
-    found = {}
-    for name, module in model.named_modules():
-        for part in ("lora_A", "lora_B"):
-            if hasattr(module, part):
-                where = name.replace(".base_layer", ""), getattr(module, "parameter_name", ""), part
-                found[where] = getattr(module, part)["default"].weight
-    return found
-
-
 def both(folder: Path, layout: str) -> tuple[Any, Any]:
     """The packed model and the dense one with the same pairs, on experts and on a packed layer of attention."""
     _, dense = publish(folder, layout)
-    model, dense = with_lora(load(folder)), with_lora(dense)
-    theirs = pairs(dense)
-    for where, ours in pairs(model).items():
-        ours.data.copy_(theirs[where])
-    assert len(theirs) == len(pairs(model)) == 6
+    model, dense = with_equal_pairs(load(folder), dense)
     return use_kernels(model), dense
 
 

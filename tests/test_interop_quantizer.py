@@ -15,16 +15,15 @@ pytest.importorskip("transformers", minversion="5")
 
 import torch
 import transformers
-from safetensors import safe_open
-from tiny_models import MODELS, dequantized, losses, tiny_model, tokens
-from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
+from safetensors.torch import load_file, save_file
+from tiny_models import MODELS, dequantized, losses, tensors_of, tiny_model, tokens, with_lora
 
 from kernelbook import runtime
 from kernelbook.interop import peft as interop_peft
 from kernelbook.interop import transformers as interop
-from kernelbook.interop import transformers_experts
 from kernelbook.interop import transformers_quantizer as quantizer
 from kernelbook.interop.transformers import NF4ExpertsConfig
+from kernelbook.interop.transformers_experts import expert_weights, stored
 from kernelbook.nf4 import NF4Tensor
 from kernelbook.nn import swap
 
@@ -50,11 +49,7 @@ def load(folder: Path, config: NF4ExpertsConfig | None = None) -> Any:
 
 
 def packed(model: Any) -> dict[str, NF4Tensor]:
-    return {
-        f"{name}.{weight}": transformers_experts.stored(experts, weight)
-        for name, experts in interop.expert_modules(model)
-        for weight in transformers_experts.weight_names(experts)
-    }
+    return {f"{module}.{name}": stored(experts, name) for module, experts, name in expert_weights(model)}
 
 
 def assert_same(one: dict[str, NF4Tensor], other: dict[str, NF4Tensor]) -> None:
@@ -85,11 +80,8 @@ def test_saved_and_loaded_packed(double_quant: bool, dtype: torch.dtype, tmp_pat
     model.save_pretrained(tmp_path / "packed", max_shard_size="8KB")
     kept = json.loads((tmp_path / "packed" / "config.json").read_text())["quantization_config"]
     assert kept == {"quant_method": quantizer.METHOD, "double_quant": double_quant, "block_size": 32}
-    for path in (tmp_path / "packed").glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            for key in file.keys():  # noqa: SIM118
-                value = file.get_tensor(key)
-                assert "experts" not in key or value.dtype in (torch.uint8, torch.float32), key
+    for key, value in tensors_of(tmp_path / "packed").items():
+        assert "experts" not in key or value.dtype in (torch.uint8, torch.float32), key
     again = load(tmp_path / "packed")
     assert_same(packed(again), packed(model))
     with torch.no_grad():
@@ -111,11 +103,7 @@ def test_no_more_than_one_tensor_of_the_checkpoint_is_dense_at_a_time(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = saved(name, tmp_path)
-    largest = 0
-    for path in tmp_path.glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            names = [key for key in file.keys() if "expert" in key]  # noqa: SIM118
-            largest = max([largest, *(math.prod(file.get_slice(name).get_shape()) for name in names)])
+    largest = max(value.numel() for key, value in tensors_of(tmp_path).items() if "expert" in key)
     alive: list[Any] = []
     put = quantizer._Filling.put
 
@@ -184,13 +172,8 @@ def test_the_kernels_run_what_was_loaded(tmp_path: Path) -> None:
     assert torch.equal(model.generate(ids[:, :4], **options), dense.generate(ids[:, :4], **options))
 
 
-def _with_lora(model: Any, count: int | None = None) -> Any:
-    import peft
-
-    settings = peft.LoraConfig(
-        r=2, lora_alpha=4, target_modules=["q_proj"], target_parameters=interop.expert_parameters(model)[:count]
-    )
-    return interop.use_kernels(peft.get_peft_model(model, settings))
+def use_lora(model: Any, **changes: Any) -> Any:
+    return interop.use_kernels(with_lora(model, **changes))
 
 
 def test_fine_tuning_with_peft(tmp_path: Path) -> None:
@@ -201,7 +184,7 @@ def test_fine_tuning_with_peft(tmp_path: Path) -> None:
     model = load(tmp_path / "dense", NF4ExpertsConfig(block_size=32))
     model.save_pretrained(tmp_path / "packed")
     model = peft.prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs={"use_reentrant": False})
-    model = _with_lora(model.train())
+    model = use_lora(model.train())
     assert model.get_base_model().is_gradient_checkpointing
     ids = tokens()
     found = losses(model, ids)
@@ -220,7 +203,7 @@ def test_experts_that_became_dense_are_saved_as_such(start: str, tmp_path: Path)
     saved("qwen3_moe", tmp_path / "dense")
     load(tmp_path / "dense", NF4ExpertsConfig(block_size=32)).save_pretrained(tmp_path / "packed")
     model = load(tmp_path / start, NF4ExpertsConfig(block_size=32) if start == "dense" else None)
-    wrapped = _with_lora(copy.deepcopy(model))
+    wrapped = use_lora(copy.deepcopy(model))
     interop_peft.merge_experts(wrapped, into="dense")
     merged, ids = wrapped.merge_and_unload(), tokens()
     merged.save_pretrained(tmp_path / "merged")
@@ -230,7 +213,7 @@ def test_experts_that_became_dense_are_saved_as_such(start: str, tmp_path: Path)
     with torch.no_grad():
         torch.testing.assert_close(again(ids).logits, merged(ids).logits, rtol=1e-5, atol=1e-5)
         assert_same(packed(interop.use_kernels(model)), packed(load(tmp_path / "packed")))  # it was a copy
-    wrapped = _with_lora(model, 2)  # of the first layer alone
+    wrapped = use_lora(model, target_parameters=interop.expert_parameters(model)[:2])  # of the first layer alone
     interop_peft.merge_experts(wrapped, into="dense")
     with pytest.raises(
         ValueError, match=r"save_pretrained: what was packed must still be, or all be dense, got .*down_proj"
@@ -243,7 +226,7 @@ def test_parameters_are_counted_without_bitsandbytes(tmp_path: Path, monkeypatch
     model = load(tmp_path, NF4ExpertsConfig(block_size=32))
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     total = sum(p.numel() for p in model.parameters())
-    for each in (model, copy.deepcopy(model), _with_lora(model).get_base_model()):
+    for each in (model, copy.deepcopy(model), use_lora(model).get_base_model()):
         assert each.is_loaded_in_4bit
         assert each.num_parameters() == sum(p.numel() for p in each.parameters()) >= total
         assert each.num_parameters(exclude_embeddings=True) < each.num_parameters()
@@ -252,7 +235,7 @@ def test_parameters_are_counted_without_bitsandbytes(tmp_path: Path, monkeypatch
 def test_trainer_trains_what_was_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     saved("qwen3_moe", tmp_path / "dense", num_experts=3)
-    model = _with_lora(load(tmp_path / "dense", NF4ExpertsConfig(True, block_size=32)))
+    model = use_lora(load(tmp_path / "dense", NF4ExpertsConfig(True, block_size=32)))
     before = packed(model.get_base_model())
     ids = tokens(4, 6).cpu()
     data = [{"input_ids": row, "labels": row} for row in ids]
@@ -269,8 +252,6 @@ def test_trainer_trains_what_was_loaded(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_checkpoint_without_its_experts_is_refused(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
     tiny_model("olmoe", num_hidden_layers=1).save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
     state = load_file(path)
@@ -296,21 +277,3 @@ def test_bad_settings() -> None:
         quantizer.NF4ExpertsQuantizer(NF4ExpertsConfig(), pre_quantized=False).preprocess_model(
             transformers.GPT2LMHeadModel(config)
         )
-
-
-@pytest.mark.parametrize("given", ((), (None,)), ids=("before 5.21", "with a model"))
-def test_converters_are_replaced_however_transformers_asks(given: tuple[Any, ...]) -> None:
-    sources = ["experts.*.gate_proj.weight", "experts.*.up_proj.weight"]
-    stack = WeightConverter(sources, ["experts.gate_up_proj"], [MergeModulelist(dim=0), Concatenate(dim=1)])
-    other = WeightConverter(["a"], ["b"], [MergeModulelist(dim=1)])
-    asked = quantizer.NF4ExpertsQuantizer(NF4ExpertsConfig(), pre_quantized=False)
-    found, left = asked.update_weight_conversions([stack, other], *given)
-    assert isinstance(found, quantizer._Streaming) and left is other
-    assert found.source_patterns == stack.source_patterns and found.target_patterns == stack.target_patterns
-    assert found.collected_tensors is not stack.collected_tensors
-
-
-def test_a_transformers_without_the_hook_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(quantizer.HfQuantizer, "update_weight_conversions")
-    with pytest.raises(ImportError, match=r"transformers must be 5\.8 or newer, got \d"):
-        quantizer.NF4ExpertsQuantizer(NF4ExpertsConfig(), pre_quantized=False).validate_environment()

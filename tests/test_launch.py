@@ -2,35 +2,28 @@
 
 import functools
 import itertools
-import json
 import math
-import os
-import subprocess
-import sys
-import textwrap
 import types
 import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
 import torch
-import torch.nn.functional as F
 import triton
 from hypothesis import given
 from hypothesis import strategies as st
+from tensors import python
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
-from triton.runtime.autotuner import Autotuner
 from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import kernelbook as kb
-from kernelbook import interpreter, launch, memory, operators, runtime, train
+from kernelbook import interpreter, launch, runtime, train
 
 # isort: split
 import triton.language as tl
@@ -330,11 +323,7 @@ def test_with_another_version_kernels_go_plain_ways_and_warn_once() -> None:
         assert all(options["enable_fp_fusion"] for _, options in launched)
         assert not kb.launch._CALLS_COMPILED
     """
-    environment = {**os.environ, "PYTHONPATH": str(Path(launch.__file__).parents[1]), "CUDA_VISIBLE_DEVICES": ""}
-    environment["TRITON_INTERPRET"] = "1"
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], env=environment, capture_output=True, text=True, check=False
-    )
+    done = python(code, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stderr
 
 
@@ -426,15 +415,6 @@ def test_warps_and_stages_are_searched_for_once_for_sizes_like_these(tuner: list
     assert len(tuner) == 3
 
 
-def test_what_is_found_is_kept_on_disk(tuner: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
-    asked: list[Any] = []
-    monkeypatch.setattr(Autotuner, "check_disk_cache", lambda self, key, configs, bench: asked.append(key) or bench())
-    _scaled(torch.zeros(33))
-    assert asked == [(33, 1, 16, "torch.float32", "torch.float32")]
-    json.dumps(asked)
-
-
 def test_nothing_is_timed_unasked_nor_while_a_graph_is_captured(
     tuner: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -452,149 +432,7 @@ def test_no_program_has_more_threads_than_a_gpu_runs(tuner: list[Any]) -> None:
         assert {config.num_warps for config in made.configs()} == tried
 
 
-# --- plans ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The forward plans that LayerNorm and RMSNorm make from here on."""
-    found: list[Any] = []
-    new = operators.Op._new_plan
-    monkeypatch.setattr(operators.Op, "_new_plan", lambda *args: found.append(new(*args)) or found[-1])
-    operators.forget_plans()
-    return found
-
-
-def test_calls_of_one_kind_share_a_plan(made: list[Any]) -> None:
-    for _ in range(3):
-        x, w = torch.randn(4, 24, device=runtime.DEVICE), torch.randn(24, device=runtime.DEVICE)
-        torch.testing.assert_close(kb.layer_norm(x, w), F.layer_norm(x, (24,), w))
-    assert len(made) == 1
-    kb.layer_norm(x, w, eps=1e-5), kb.layer_norm(torch.nn.Parameter(x, requires_grad=False), w)
-    assert len(made) == 1
-
-
-@pytest.mark.parametrize(
-    "what",
-    ("shape", "strides", "dtype", "weight", "weight's dtype", "eps", "gradients", "autocast", "norm", "residual"),
-)
-def test_what_decides_is_part_of_the_key(made: list[Any], what: str) -> None:
-    x, w = torch.randn(4, 24, device=runtime.DEVICE), torch.randn(24, device=runtime.DEVICE)
-    half = x.bfloat16()
-    kb.rms_norm(x, w), kb.rms_norm(half, w)
-    before = len(made)
-    assert before == 2
-    if what == "autocast":
-        with torch.autocast(runtime.DEVICE.type, dtype=torch.bfloat16):
-            assert kb.rms_norm(half, w).dtype == torch.float32
-    other: dict[str, Callable[[], Any]] = {
-        "shape": lambda: kb.rms_norm(x[:3], w),
-        "strides": lambda: kb.rms_norm(x.t().contiguous().t(), w),
-        "dtype": lambda: kb.rms_norm(x.half(), w),
-        "weight": lambda: kb.rms_norm(x),
-        "weight's dtype": lambda: kb.rms_norm(x, w.double()),
-        "eps": lambda: kb.rms_norm(x, w, 1e-3),
-        "gradients": lambda: kb.rms_norm(x, torch.nn.Parameter(w)),
-        "autocast": lambda: None,
-        "norm": lambda: kb.layer_norm(x, w, eps=1e-6),
-        "residual": lambda: kb.rms_norm(x, w, residual=x),
-    }
-    other[what]()
-    assert len(made) == before + 1
-    if what == "gradients":
-        with torch.no_grad():
-            kb.rms_norm(x, torch.nn.Parameter(w))
-        assert len(made) == before + 1
-
-
-def test_a_number_has_one_type_in_the_key(made: list[Any]) -> None:
-    x = torch.randn(2, 8, device=runtime.DEVICE)
-    first = kb.layer_norm(x, eps=1)
-    assert torch.equal(kb.layer_norm(x, eps=1.0), first) and len(made) == 1
-    np = pytest.importorskip("numpy")
-    assert torch.equal(kb.layer_norm(x, eps=np.float32(1)), first) and len(made) == 1
-    for error, wrongs in ((TypeError, (True, "1", [1], None)), (ValueError, (float("nan"), float("inf"), -1.0))):
-        for wrong in wrongs:
-            with pytest.raises(error, match="layer_norm: eps must be a number that is not negative, got"):
-                kb.layer_norm(x, eps=wrong)
-
-
-def test_arguments_are_checked_where_a_plan_is_made(made: list[Any]) -> None:
-    x, w = torch.randn(2, 8, device=runtime.DEVICE), torch.randn(8, device=runtime.DEVICE)
-    for _ in range(2):
-        kb.layer_norm(x, w)
-        with pytest.raises(ValueError, match=r"layer_norm: weight must have shape \(8,\), got \(7,\)"):
-            kb.layer_norm(x, w[:7])
-        with pytest.raises(TypeError, match=r"layer_norm: x must be a dense tensor, got layout torch.sparse_coo"):
-            kb.layer_norm(x.to_sparse(), w)
-    assert len(made) == 1
-
-
-def test_a_plan_holds_no_tensor() -> None:
-    x, w = (torch.randn(*s, device=runtime.DEVICE).requires_grad_() for s in ((2, 8), (8,)))
-    operators.forget_plans()
-    kb.layer_norm(x, w).sum().backward()
-    assert len(operators._plans) == 2
-    for plan in operators._plans.values():
-        assert not any(isinstance(value, torch.Tensor) for value in plan)
-        with pytest.raises(AttributeError):
-            plan.rows = 3
-
-
-def test_memory_that_is_to_be_filled_is_filled() -> None:
-    """After calls of the same kind as before: by PyTorch's switch, and by ours."""
-    x = torch.randn(3, 8, device=runtime.DEVICE)
-    expected = kb.layer_norm(x)
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert memory.empty((3,), torch.float32, x).isnan().all()
-        assert torch.equal(kb.layer_norm(x), expected)
-    finally:
-        torch.use_deterministic_algorithms(before)
-
-
 # --- operators ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("leaf", (False, True))
-def test_the_meta_device_knows_shapes(leaf: bool) -> None:
-    x, w = torch.empty(2, 3, 8, device="meta", requires_grad=leaf), torch.empty(8, device="meta")
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        y, total = kb.rms_norm(x, w, residual=x)
-    for found in (kb.layer_norm(x, w, w), kb.rms_norm(x, w), y, total):
-        assert found.is_meta and found.shape == x.shape and found.requires_grad == leaf
-    if leaf:
-        (y.sum() + total.sum()).backward()
-        assert x.grad.is_meta
-
-
-@pytest.mark.parametrize("norm", (lambda x: kb.layer_norm(x), lambda x: kb.rms_norm(x, residual=x)[0]))
-def test_a_gradient_of_a_gradient_is_an_error(norm: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    x = torch.randn(3, 8, device=runtime.DEVICE).requires_grad_()
-    (dx,) = torch.autograd.grad(norm(x).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="kernelbook::norm_backward cannot be differentiated"):
-        dx.sum().backward()
-
-
-def test_results_may_be_changed_in_place() -> None:
-    x, w = (torch.randn(*s, device=runtime.DEVICE).requires_grad_() for s in ((3, 8), (8,)))
-    grads = []
-    for norm in (kb.layer_norm, lambda x, w: F.layer_norm(x, (8,), w)):
-        y = norm(x, w)
-        y += 1
-        y *= 2
-        grads.append(torch.autograd.grad(y.sum(), (x, w)))
-    torch.testing.assert_close(*grads)
-
-
-def test_what_the_backward_pass_reads_may_not_be_changed() -> None:
-    x = torch.randn(3, 8, device=runtime.DEVICE)
-    w = torch.randn(8, device=runtime.DEVICE).requires_grad_()
-    y = kb.layer_norm(x, w)
-    x += 1
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
 
 
 def test_a_room_that_is_reloaded_declares_its_operators_anew() -> None:
@@ -619,13 +457,5 @@ def test_a_room_that_is_reloaded_declares_its_operators_anew() -> None:
         assert all(map(torch.equal, before, after))
         print("fine")
     """
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(Path(launch.__file__).parents[1]),
-        "CUDA_VISIBLE_DEVICES": "",
-        "TRITON_INTERPRET": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], env=environment, capture_output=True, text=True, check=False
-    )
+    done = python(code, TRITON_INTERPRET="1")
     assert done.stdout.strip() == "fine", done.stderr

@@ -145,58 +145,6 @@ def test_bounded_are_the_package_s_own_calls(monkeypatch: pytest.MonkeyPatch) ->
     assert len(measured.bounded("a-gpu")) == 1 and loaded == ["layer_norm"]
 
 
-def counters(**waits: float) -> dict[str, float]:
-    busy = {
-        "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed": 60.0,
-        "sm__throughput.avg.pct_of_peak_sustained_elapsed": 20.0,
-        "sm__warps_active.avg.pct_of_peak_sustained_active": 40.0,
-    }
-    return busy | {
-        f"smsp__average_warps_issue_stalled_{name}_per_issue_active.ratio": value for name, value in waits.items()
-    }
-
-
-def test_what_was_counted_names_what_a_warp_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record, "results_dir", lambda: tmp_path)
-    assert measured.counted("a-gpu").empty
-    (tmp_path / "a-gpu").mkdir()
-
-    def written(name: str, counts: dict[str, float], **about: object) -> None:
-        rows = pd.DataFrame(
-            [{**about, "metric": metric, "value": value, "date": "2026-11-28"} for metric, value in counts.items()]
-        )
-        rows.to_csv(tmp_path / "a-gpu" / name, index=False)
-
-    profiled = pd.Series({"_layer_norm_fwd_kernel": "M=1", "_layer_norm_bwd_locks_kernel": "M=2"})
-    written(
-        "profile.csv", counters(selected=5.0, long_scoreboard=3.0, barrier=2.0), kernel=profiled.index[0], problem="M=1"
-    )
-    (line,) = measured.counted("a-gpu").to_dict("records")
-    assert (line["op"], line["mode"], line["problem"]) == ("layer_norm", "forward", "M=1, float16")
-    assert (line["wait"], line["waits"], line["memory"], line["unit"], line["warps"]) == (
-        "long scoreboard",
-        30,
-        60,
-        20,
-        40,
-    )
-    written("profile.csv", counters(selected=5.0, barrier=2.0), kernel=profiled.index[1], problem="M=2")
-    assert measured.counted("a-gpu").empty  # the kernel of a variant is none of the function's
-    written("profile.csv", counters(barrier=1.0, selected=1.0), kernel=profiled.index[0], problem="M=1")
-    about = {
-        "op": "layer_norm",
-        "mode": "forward",
-        "dtype": "bfloat16",
-        "shape": "M=3",
-        "x_name": "N",
-        "x": 4,
-        "kernel": "k",
-    }
-    written("counters.csv", counters(selected=1.0, wait=4.0), **about)
-    (line,) = measured.counted("a-gpu").to_dict("records")
-    assert (line["kernel"], line["problem"], line["wait"], line["waits"]) == ("k", "M=3 N=4, bfloat16", "wait", 80)
-
-
 def test_what_is_wrong_is_no_baseline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(record, "results_dir", lambda: tmp_path)
     (tmp_path / "gpu").mkdir()
@@ -208,15 +156,7 @@ def test_what_is_wrong_is_no_baseline(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert record.wrong_results("attention", "gpu")["provider"].tolist() == ["peer"]
 
 
-def test_the_middle_point_of_every_function_is_a_case_that_can_be_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record, "device_slug", lambda: record.BOOKS_GPU)
-    found = measured.bounded(record.BOOKS_GPU)
-    cases = list(bench_counters.middle_cases().values())
-    assert {(case.op, case.mode) for case in cases} == set(zip(found["op"], found["mode"], strict=True))
-    assert {str(case.dtype) for case in cases} == {"torch.bfloat16"}
-
-
-def test_of_the_counters_of_a_call_those_of_its_longest_kernel_are_kept() -> None:
+def test_of_the_counters_of_a_call_those_that_pages_read_are_kept() -> None:
     stalled = "smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio"
     columns = ["ID", "Kernel Name", "gpu__time_duration.sum", stalled, "sm__other.sum"]
     rows = [
@@ -225,7 +165,9 @@ def test_of_the_counters_of_a_call_those_of_its_longest_kernel_are_kept() -> Non
         ["1", "void long(int, int)", "61,184", "0.25", "3"],
     ]
     text = "\n".join(["==PROF== Connected", *(",".join(f'"{cell}"' for cell in row) for row in [columns, *rows])])
-    kept = bench_counters.longest(bench_counters.read_raw(text))
-    assert set(kept["kernel"]) == {"void long(int, int)"} and kept["unit"].tolist() == ["ns", "inst"]
+    kept = bench_counters.read_raw(text)
+    assert kept["kernel"].tolist() == ["_short"] * 2 + ["void long(int, int)"] * 2
+    kept = kept.loc[kept["launch"] == 1]
+    assert kept["unit"].tolist() == ["ns", "inst"]
     assert dict(zip(kept["metric"], kept["value"], strict=True)) == {"gpu__time_duration.sum": "61184", stalled: "0.25"}
     assert bench_counters.read_raw("").empty

@@ -1,33 +1,21 @@
 """The room moe_lora: every output and gradient by the rule of check.py, and everything around it."""
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from tensors import call_with, far_apart, guarded_memory, label, randn
+from tensors import guarded_memory, label, packed, randn, refused
 
 import kernelbook as kb
-from bench import moe_lora as bench
-from kernelbook import arguments, check, operators, runtime
-from kernelbook.lab import timing
+from kernelbook import arguments, check, runtime
 from kernelbook.lab.compiled import compile_calls
-from kernelbook.moe_lora import (
-    grouped_mm_moe_lora,
-    kernels,
-    moe_lora_reference,
-    op,
-    route_reference,
-    scatter2scatter_reference,
-)
+from kernelbook.moe_lora import kernels, moe_lora_reference, route_reference, scatter2scatter_reference
 from kernelbook.moe_lora.routing import tiles_of_height
 from kernelbook.nf4 import kernels as nf4_kernels
-from kernelbook.study.moe_lora import lora_gradients, moe_lora_recomputed, shrink_products
+from kernelbook.study.moe_lora import lora_gradients, shrink_products
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LORA = ("lora_a", "lora_b")
@@ -101,14 +89,10 @@ def _check_routing(ids: torch.Tensor, experts: int) -> kb.Routing:
 
 ROUTES = {
     "few tokens": lambda: (_experts(3, 7, 2), 7),
-    "one token": lambda: (_experts(1, 5, 5), 5),
-    "every expert": lambda: (_experts(40, 4, 4), 4),
     "many experts": lambda: (_experts(30, 270, 3), 270),
     "several programs": lambda: (_experts(400, 13, 3, 0.3), 13),
     "one expert has all, several programs": lambda: (torch.full((700, 1), 3, device=runtime.DEVICE), 9),
-    "slots to skip": lambda: (_experts(60, 6, 3, 0.4), 6),
     "nothing but slots to skip": lambda: (_experts(20, 6, 2, 2.0), 6),
-    "one expert has all": lambda: (torch.full((70, 2), 3, device=runtime.DEVICE), 9),
     "int32": lambda: (_experts(33, 5, 2).int(), 5),
     "strided": lambda: (_experts(8, 5, 4).repeat_interleave(2, 0).t()[:, ::2].t(), 5),
     "no token": lambda: (_experts(0, 5, 2), 5),
@@ -119,13 +103,6 @@ ROUTES = {
 @pytest.mark.parametrize("name", ROUTES)
 def test_route(name: str) -> None:
     _check_routing(*ROUTES[name]())
-
-
-@settings(max_examples=8)
-@given(tokens=st.integers(0, 200), experts=st.integers(1, 20), data=st.data())
-def test_any_routing(tokens: int, experts: int, data: st.DataObject) -> None:
-    slots = data.draw(st.integers(1, experts))
-    _check_routing(_experts(tokens, experts, slots, data.draw(st.sampled_from((0.0, 0.3)))), experts)
 
 
 # --- outputs and gradients ------------------------------------------------------------------------------------------
@@ -142,7 +119,7 @@ PROBLEMS = (
 
 
 @pytest.mark.parametrize("strategy", ("fused", "split"))
-@pytest.mark.parametrize("dtype", DTYPES, ids=label)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=label)
 @pytest.mark.parametrize("problem", PROBLEMS, ids=label)
 def test_outputs_and_gradients(problem: tuple[int, ...], dtype: torch.dtype, strategy: str) -> None:
     tokens, experts, slots, k, n = problem
@@ -150,12 +127,11 @@ def test_outputs_and_gradients(problem: tuple[int, ...], dtype: torch.dtype, str
     _check(_inputs(ids, experts, k, n, 3, dtype, with_bias=True, gates=dtype), ids, strategy=strategy)
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=label)
-@pytest.mark.parametrize("rank", (1, 4, 16, 64, 100))
-def test_ranks(rank: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("rank", (1, 16, 100))
+def test_ranks(rank: int) -> None:
     ids = _experts(14, 3, 2)
     for strategy in ("fused", "split"):
-        _check(_inputs(ids, 3, 24, 40, rank, dtype), ids, strategy=strategy)
+        _check(_inputs(ids, 3, 24, 40, rank, torch.bfloat16), ids, strategy=strategy)
 
 
 @pytest.mark.parametrize("grouped_in", (False, True))
@@ -178,9 +154,7 @@ def test_grouped_and_scattered(grouped_in: bool, grouped_out: bool | str) -> Non
 
 SKEWED = {
     "one expert has all": lambda: torch.full((40, 1), 2, device=runtime.DEVICE),
-    "one expert has most": lambda: torch.where(randn(40, 1) > 1, _experts(40, 6, 1), 4),
     "some have none": lambda: _experts(40, 3, 2) * 2,
-    "the first and the last": lambda: _experts(20, 2, 2) * 5,
 }
 
 
@@ -191,103 +165,26 @@ def test_skewed_routing(name: str) -> None:
         _check(_inputs(ids, 6, 40, 24, 16, torch.float16, with_bias=True, gates=torch.float16), ids, strategy=strategy)
 
 
-@settings(max_examples=8)
-@given(
-    tokens=st.integers(1, 30),
-    experts=st.integers(1, 7),
-    k=st.integers(1, 50),
-    n=st.integers(1, 50),
-    rank=st.integers(1, 20),
-    dtype=st.sampled_from((*DTYPES, torch.float64)),
-    strategy=st.sampled_from(op.STRATEGIES),
-    data=st.data(),
+# A small tile in a large one, tall and wide ones.
+TILES = (
+    kernels.tiles(4, 3, BLOCK_M=32, BLOCK_N=32, BLOCK_K=32, SMALL_M=16),
+    kernels.tiles(4, 3, BLOCK_M=128, BLOCK_N=16, BLOCK_K=16, SMALL_M=64),
+    kernels.tiles(4, 2, BLOCK_M=16, BLOCK_N=128, BLOCK_K=64, SMALL_M=16),
 )
-def test_any_shape(
-    tokens: int, experts: int, k: int, n: int, rank: int, dtype: torch.dtype, strategy: str, data: st.DataObject
-) -> None:
-    if runtime.DEVICE.type == "cuda" and dtype == torch.float64:
-        dtype = torch.float32
-    ids = _experts(tokens, experts, data.draw(st.integers(1, experts)), data.draw(st.sampled_from((0.0, 0.2))))
-    grouped_in, gated, with_bias = (data.draw(st.booleans()) for _ in range(3))
-    inputs = _inputs(
-        ids, experts, k, n, rank, dtype, grouped_in=grouped_in, with_bias=with_bias, gates=dtype if gated else None
-    )
-    grouped_out = not gated and data.draw(st.booleans())
-    _check(inputs, ids, strategy=strategy, grouped_in=grouped_in, grouped_out=grouped_out)
 
 
-TILES = {
-    "a small tile in a large one": kernels.tiles(4, 3, BLOCK_M=32, BLOCK_N=32, BLOCK_K=32, SMALL_M=16),
-    "tall": kernels.tiles(4, 3, BLOCK_M=128, BLOCK_N=16, BLOCK_K=16, SMALL_M=64),
-    "wide": kernels.tiles(4, 2, BLOCK_M=16, BLOCK_N=128, BLOCK_K=64, SMALL_M=16),
-}
-
-
-@contextlib.contextmanager
-def _cut(**tiles: kernels.Tiles) -> Iterator[None]:
-    """Within the context the room's rules say so."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, found in tiles.items():
-            patch.setattr(kernels, name, lambda *_, found=found: found)
-        operators.forget_plans()
-        yield
-    operators.forget_plans()
-
-
-@pytest.mark.parametrize("name", TILES)
-@pytest.mark.parametrize("lora", ("none", "fused", "split"))
-def test_every_way_to_cut_the_product(name: str, lora: str) -> None:
-    """Also transposed weights, and rows that are read by tensor descriptors."""
+@pytest.mark.parametrize("tiles", TILES, ids=("small", "tall", "wide"))
+@pytest.mark.parametrize("strategy", ("fused", "split"))
+def test_every_way_to_cut_the_product(tiles: kernels.Tiles, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also transposed weights, rows that are read by tensor descriptors, and shares of a long thin sum."""
+    monkeypatch.setattr(kernels, "rows_tiles", lambda *_: tiles)
+    thin = kernels.tiles(4, 2, BLOCK_M=16, BLOCK_K=32, BLOCK_R=16, SPLIT=3)
+    monkeypatch.setattr(kernels, "shrink_tiles", lambda *_: thin)
     ids = _experts(60, 3, 2, 0.1)
-    routing = kb.route(ids, 3)
-    inputs = _inputs(ids, 3, 72, 80, 16, torch.float16)
-    w, lora_a, lora_b = inputs["w"], inputs["lora_a"], inputs["lora_b"]
-    factors, strategy = ((None, None), "split") if lora == "none" else ((lora_a, lora_b), lora)
-    exact = moe_lora_reference(*(None if t is None else t.double() for t in (inputs["x"], w, *factors)), ids)
-    scattered = inputs["x"]
-    grouped = scattered[(routing.order // 2).long()]
-    for weight in (w, w.transpose(1, 2).contiguous().transpose(1, 2)):
-        for x in (scattered, grouped):
-            call = op.call_of("moe_lora", x, weight, routing, *factors, strategy=strategy, grouped_in=x is grouped)
-            with _cut(rows_tiles=TILES[name]), check.poisoned_empty():
-                y, u = op._moe_lora.execute(op._moe_lora.plan(*call, True), (*call, True))
-            assert check.relative_error(y, exact) < 2e-3
-            assert lora == "none" or (u is not None and bool(torch.isfinite(u).all()))
-
-
-@pytest.mark.parametrize("split", (1, 3, 8))
-@pytest.mark.parametrize("dtype", (torch.float16, torch.float64), ids=label)
-def test_shares_of_a_long_thin_sum(split: int, dtype: torch.dtype) -> None:
-    if runtime.DEVICE.type == "cuda" and dtype == torch.float64:
-        pytest.skip("float64 products are for the interpreter")
-    ids = _experts(40, 3, 2, 0.1)
-    routing = kb.route(ids, 3)
-    x, lora_a = randn(40, 200, dtype=dtype), randn(3, 5, 200, dtype=dtype)
-    dy, lora_b = randn(80, 24, dtype=dtype), randn(3, 24, 5, dtype=dtype)
-    tiles = kernels.tiles(4, 2, BLOCK_M=16, BLOCK_K=32, BLOCK_R=16, SPLIT=split)
-    with _cut(shrink_tiles=tiles), check.poisoned_empty():
-        u, _ = shrink_products(x, dy, lora_a, lora_b, routing, scaling=0.3)
-    exact = torch.zeros(80, 16, dtype=torch.float64, device=x.device)
-    for position, pair in enumerate(routing.order.tolist()):
-        expert = int(ids.reshape(-1)[pair])
-        if expert < 3:
-            exact[position, :5] = 0.3 * (lora_a[expert].double() @ x[pair // 2].double())
-    assert check.relative_error(u, exact) < (1e-3 if dtype == torch.float16 else 1e-14)
-    assert (u[:, 5:] == 0).all()
-
-
-@pytest.mark.parametrize(
-    "needed",
-    (("x",), ("w",), ("lora_a",), ("lora_b",), ("bias",), ("gates",), LORA, ("x", "gates"), ("lora_b", "bias")),
-    ids=label,
-)
-def test_only_the_gradients_that_are_needed(needed: tuple[str, ...]) -> None:
-    ids = _experts(20, 4, 2, 0.1)
-    for strategy in ("fused", "split"):
-        inputs = _inputs(ids, 4, 33, 20, 4, torch.float32, with_bias=True, gates=torch.float32)
-        _check(inputs, ids, strategy=strategy, grads=needed)
-        if needed not in (("bias",), ("gates",), ("x", "gates"), ("lora_b", "bias")):
-            _check({name: inputs[name] for name in ("x", "w", *LORA)}, ids, strategy=strategy, grads=needed)
+    for grouped_in in (False, True):
+        inputs = _inputs(ids, 3, 72, 80, 16, torch.float16, grouped_in=grouped_in)
+        for w in (inputs["w"], inputs["w"].mT.contiguous().mT):
+            _check(inputs | {"w": w}, ids, strategy=strategy, grouped_in=grouped_in)
 
 
 # --- layouts --------------------------------------------------------------------------------------------------------
@@ -316,40 +213,8 @@ def test_layouts_of_the_factors(layout: Callable[..., tuple[torch.Tensor, torch.
         _check(inputs, ids, strategy=strategy)
 
 
-def _layouts() -> dict[str, Callable[..., torch.Tensor]]:
-    return {
-        "transposed": lambda *s: randn(*s[:-2], s[-1], s[-2], dtype=torch.float16).transpose(-1, -2),
-        "every other column": lambda *s: randn(*s[:-1], 2 * s[-1], dtype=torch.float16)[..., ::2],
-        "offset": lambda *s: randn(*s[:-1], s[-1] + 1, dtype=torch.float16)[..., 1:],
-        "expanded": lambda *s: randn(*(1,) * len(s), dtype=torch.float16).expand(s),
-        "reversed dimensions": lambda *s: randn(*s[::-1], dtype=torch.float16).permute(*range(len(s))[::-1]),
-    }
-
-
-@pytest.mark.parametrize("layout", _layouts())
-def test_layouts(layout: str) -> None:
-    make = _layouts()[layout]
-    ids = _experts(18, 3, 2)
-    inputs = {
-        "x": make(18, 40), "w": make(3, 40, 24) / 8, "lora_a": make(3, 4, 40) / 8, "lora_b": make(3, 24, 4),
-        "bias": make(3, 24), "gates": make(18, 2),
-    }  # fmt: skip
-    _check(inputs, ids, strategy="split")
-    dy = make(36, 24)
-    del inputs["gates"]
-    leaves = [t.detach().requires_grad_() for t in inputs.values()]
-    names = list(inputs)
-    for fn, routed in ((kb.moe_lora, {"routing": kb.route(ids, 3)}), (moe_lora_reference, {"expert_ids": ids})):
-        y = fn(**dict(zip(names, leaves, strict=True)), **routed)
-        found = torch.autograd.grad(y, leaves, dy)
-        if fn is kb.moe_lora:
-            ours = found
-    for a, b in zip(ours, found, strict=True):
-        assert check.relative_error(a, b) < 5e-3
-
-
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=label)
-def test_zero_sizes(dtype: torch.dtype) -> None:
+def test_zero_sizes() -> None:
+    dtype = torch.float16
     for tokens, k, n in ((0, 8, 24), (4, 8, 0), (4, 0, 24)):
         ids = _experts(tokens, 3, 2)
         for gates in (None, dtype):
@@ -363,12 +228,11 @@ def test_zero_sizes(dtype: torch.dtype) -> None:
 # --- what LoRA promises ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=label)
 @pytest.mark.parametrize("strategy", ("fused", "split"))
-def test_without_scaling_it_is_the_base(strategy: str, dtype: torch.dtype) -> None:
+def test_without_scaling_it_is_the_base(strategy: str) -> None:
     ids = _experts(30, 5, 2, 0.1)
     routing = kb.route(ids, 5)
-    inputs = _inputs(ids, 5, 40, 48, 4, dtype)
+    inputs = _inputs(ids, 5, 40, 48, 4, torch.float16)
     y = kb.moe_lora(**inputs, routing=routing, strategy=strategy, scaling=0.0)
     assert torch.equal(y, kb.scatter2scatter(inputs["x"], inputs["w"], routing))
 
@@ -380,51 +244,7 @@ def test_without_a_pair(grouped_in: bool, gates: torch.dtype | None) -> None:
     ids = _experts(20, 5, 2, 0.1)
     inputs = _inputs(ids, 5, 40, 33, 4, torch.float32, grouped_in=grouped_in, with_bias=True, gates=gates)
     del inputs["lora_a"], inputs["lora_b"]
-    routing = kb.route(ids, 5)
-
-    def ours(**given: Any) -> torch.Tensor:
-        return kb.moe_lora(lora_a=None, lora_b=None, routing=routing, grouped_in=grouped_in, **given)
-
-    def reference(**given: Any) -> torch.Tensor:
-        return moe_lora_reference(lora_a=None, lora_b=None, expert_ids=ids, grouped_in=grouped_in, **given)
-
-    check.check_op(ours, reference, inputs, grads=tuple(inputs))
-    if gates is None:
-        del inputs["bias"]
-        assert torch.equal(ours(**inputs), kb.scatter2scatter(**inputs, routing=routing, grouped_in=grouped_in))
-
-
-@pytest.mark.parametrize("gates", (None, torch.float32), ids=label)
-def test_operator_and_direct_call_agree(gates: torch.dtype | None) -> None:
-    """Without a gradient to record, the dispatcher is left out; what comes out is the same bit for bit."""
-    ids = _experts(9, 4, 2, 0.1)
-    routing = kb.route(ids, 4)
-    inputs = _inputs(ids, 4, 24, 16, 3, torch.float32, with_bias=True, gates=gates)
-    direct = kb.moe_lora(**inputs, routing=routing)
-    for t in inputs.values():
-        t.requires_grad_()
-    recorded = kb.moe_lora(**inputs, routing=routing)
-    assert recorded.requires_grad and torch.equal(recorded, direct)
-    with torch.no_grad():
-        assert torch.equal(kb.moe_lora(**inputs, routing=routing), direct)
-    dispatched = routing._replace(lists=torch.ops.kernelbook.route(ids, 4, ""))
-    for name in ("order", "inverse", "offsets"):
-        assert torch.equal(getattr(routing, name), getattr(dispatched, name))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=label)
-def test_split_equals_fused(dtype: torch.dtype) -> None:
-    """The two add up in the same order: they differ at most by what the last bit of U is rounded to."""
-    ids = _experts(50, 4, 2, 0.1)
-    routing = kb.route(ids, 4)
-    leaves = [t.requires_grad_() for t in _inputs(ids, 4, 72, 48, 16, dtype).values()]
-    dy = randn(100, 48, dtype=dtype)
-    results = []
-    for strategy in ("split", "fused"):
-        y = kb.moe_lora(*leaves, routing, strategy=strategy, scaling=2.0)
-        results.append((y, *torch.autograd.grad(y, leaves, dy)))
-    for a, b in zip(*results, strict=True):
-        assert check.relative_error(a, b.double()) <= 2 * check.FLOOR[dtype]
+    _check(inputs, ids, grouped_in=grouped_in, lora_a=None, lora_b=None)
 
 
 @pytest.mark.parametrize("strategy", ("fused", "split"))
@@ -467,7 +287,7 @@ def test_slots_to_skip_are_zero_and_do_not_leak(strategy: str, gates: torch.dtyp
     assert all(bool(torch.isfinite(grad).all()) for grad in finite)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=label)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=label)
 def test_gradients_of_the_factors_in_both_ways(dtype: torch.dtype) -> None:
     ids = _experts(40, 5, 2, 0.1)
     routing = kb.route(ids, 5)
@@ -490,36 +310,6 @@ def test_gradients_of_the_factors_in_both_ways(dtype: torch.dtype) -> None:
             return lora_gradients(**given, routing=routing, scaling=0.5, saved=products)
 
         check.check_op(ours, exact, inputs, forward_factor=check.GRADIENT_FACTOR)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=label)
-def test_recomputing_gives_the_same(dtype: torch.dtype) -> None:
-    ids = _experts(20, 5, 2, 0.1)
-    inputs = _inputs(ids, 5, 24, 40, 4, dtype)
-    ours = functools.partial(moe_lora_recomputed, routing=kb.route(ids, 5), scaling=0.5)
-    reference = functools.partial(moe_lora_reference, expert_ids=ids, scaling=0.5)
-    check.check_op(ours, reference, inputs, grads=tuple(inputs))
-    check.check_op(
-        lambda **t: ours(**{**inputs, **t}), lambda **t: reference(**{**inputs, **t}), inputs, grads=("lora_b",)
-    )
-    with pytest.raises(ValueError, match=r"moe_lora_recomputed: lora_b must have shape \(5, 40, 4\), got \(5, 39, 4\)"):
-        ours(**{**inputs, "lora_b": inputs["lora_b"][:, 1:]})
-
-
-def test_in_a_feed_forward_block() -> None:
-    """Two layers: grouped between them, gates behind them."""
-    ids, gates = _experts(30, 5, 2), torch.rand(30, 2, device=runtime.DEVICE)
-    up, down = _inputs(ids, 5, 24, 40, 4, torch.float32), _inputs(ids, 5, 40, 24, 4, torch.float32)
-    routing = kb.route(ids, 5)
-    hidden = kb.moe_lora(**up, routing=routing, grouped_out=True).relu()
-    ours = kb.moe_lora(**{**down, "x": hidden}, routing=routing, grouped_in=True, gates=gates)
-    expected = torch.zeros_like(up["x"])
-    for t in range(30):
-        for j in range(2):
-            e = int(ids[t, j])
-            h = (up["x"][t] @ (up["w"][e] + (up["lora_b"][e] @ up["lora_a"][e]).t())).relu()
-            expected[t] += gates[t, j] * (h @ (down["w"][e] + (down["lora_b"][e] @ down["lora_a"][e]).t()))
-    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
 
 
 # --- packed experts -------------------------------------------------------------------------------------------------
@@ -563,36 +353,6 @@ HOPPER = pytest.mark.skipif(
 )
 
 
-def _packed_tensor(kind: str, *shape: int) -> kb.NF4Tensor:
-    if kind in ("mxfp4", "nvfp4"):
-        return kb.fp4_quantize(randn(*shape), format=kind)
-    return kb.nf4_quantize(randn(*shape), block_size=int(kind.split()[0]), double_quant="double" in kind)
-
-
-@pytest.mark.gpu
-@HOPPER
-@pytest.mark.parametrize("kind", ("64", "64 double", "32", "4096 double", "mxfp4", "nvfp4"))
-@pytest.mark.parametrize("tokens", (2, 9, 40, 100, 700))
-def test_packed_tiles_by_tensor_cores(tokens: int, kind: str) -> None:
-    """Each of the rule's tiles, both directions, with and without LoRA, against the dequantized matrices."""
-    experts, n, k = 5, 208, 320
-    q = _packed_tensor(kind, experts, n, k)
-    ids = _experts(tokens, experts, 2, 0.2)
-    w = kb.nf4_dequantize(q, dtype=torch.float32).transpose(1, 2)
-    for dtype, gated, rank in ((torch.bfloat16, True, 0), (torch.float16, False, 0), (torch.bfloat16, False, 20)):
-        inputs = _inputs(ids, experts, k, n, max(rank, 1), dtype, with_bias=True, gates=dtype if gated else None)
-        inputs = {name: t for name, t in inputs.items() if name != "w" and (rank or not name.startswith("lora"))}
-        pair = {} if rank else {"lora_a": None, "lora_b": None}
-        check.check_op(
-            functools.partial(kb.moe_lora, w=q, routing=kb.route(ids, experts), scaling=0.5, **pair),
-            lambda ids=ids, pair=pair, **t: moe_lora_reference(
-                w=w.to(t["x"].dtype), expert_ids=ids, scaling=0.5, **pair, **t
-            ),
-            inputs,
-            grads=tuple(inputs),
-        )
-
-
 @pytest.mark.gpu
 @HOPPER
 @pytest.mark.parametrize("kind", ("64", "64 double", "mxfp4"))
@@ -601,7 +361,7 @@ def test_packed_experts_of_few_rows_bit_for_bit(kind: str, monkeypatch: pytest.M
     for name in ("PACKED_ELEMENTS", "SOME_ELEMENTS"):  # from which nf4_matmul takes these kernels
         monkeypatch.setattr(nf4_kernels, name, 0)
     experts, n, k = 3, 72, 128
-    q = _packed_tensor(kind, experts, n, k)
+    q = packed(kind, experts, n, k)
     for dtype in (torch.bfloat16, torch.float16):
         rounded = dataclasses.replace(q, code=q.code.to(dtype).float())
         expected = kb.nf4_dequantize(rounded, dtype=dtype)
@@ -646,20 +406,6 @@ def test_packed_experts_without_tokens_do_not_leak() -> None:
     assert (y[[3, 4, 5]] == 0).all() and (dx[2] == 0).all() and (y[[0, 1, 2]] != 0).any(1).all()
 
 
-def test_packed_experts_in_pytorchs_machinery() -> None:
-    ids = _experts(5, 3, 2, 0.2)
-    routing = kb.route(ids, 3)
-    q = kb.nf4_quantize(randn(3, 16, 32), double_quant=True)
-    x = randn(5, 32).requires_grad_()
-    torch.library.opcheck(op._moe_lora.operator, (*op.call_of("moe_lora", x, q, routing), True, ""))
-    compiled = torch.compile(lambda x: kb.scatter2scatter(x * 2, q, routing), fullgraph=True, backend="aot_eager")
-    expected = kb.scatter2scatter(x * 2, q, routing)
-    torch.testing.assert_close(compiled(x), expected)
-    dy = torch.randn_like(expected)
-    for a, b in zip(*(torch.autograd.grad(y, x, dy) for y in (compiled(x), expected)), strict=True):
-        torch.testing.assert_close(a, b)
-
-
 # --- ids that are wrong ---------------------------------------------------------------------------------------------
 
 
@@ -692,221 +438,61 @@ def test_ids_out_of_range_are_skipped(strategy: str, monkeypatch: pytest.MonkeyP
         assert torch.equal(a, b)
 
 
-# --- PyTorch's machinery --------------------------------------------------------------------------------------------
-
-
-def test_gradients_of_gradients_are_an_error() -> None:
-    ids = _experts(4, 3, 2)
-    inputs = {name: t.requires_grad_() for name, t in _inputs(ids, 3, 16, 16, 2, torch.float32).items()}
-    y = kb.moe_lora(**inputs, routing=kb.route(ids, 3))
-    [dx] = torch.autograd.grad(y.square().sum(), inputs["x"], create_graph=True)
-    with pytest.raises(RuntimeError, match="kernelbook::moe_lora_backward cannot be differentiated"):
-        dx.sum().backward()
-
-
-def test_autocast() -> None:
-    kind = runtime.DEVICE.type
-    ids = _experts(9, 4, 2)
-    routing = kb.route(ids, 4)
-    inputs = _inputs(ids, 4, 24, 16, 3, torch.float32, with_bias=True, gates=torch.float32)
-    leaves = [t.requires_grad_() for t in inputs.values()]
-    given = dict(zip(inputs, leaves, strict=True))
-    with torch.autocast(kind, dtype=torch.bfloat16):
-        ours = kb.moe_lora(**given, routing=routing)
-        assert kb.scatter2scatter(given["x"], given["w"], routing).dtype == torch.bfloat16
-    assert ours.dtype == torch.bfloat16
-    plain = moe_lora_reference(**given, expert_ids=ids)
-    assert check.relative_error(ours, plain) < 0.02
-    dy = torch.randn_like(plain)
-    theirs = torch.autograd.grad(plain, leaves, dy)
-    for a, b in zip(torch.autograd.grad(ours, leaves, dy.bfloat16()), theirs, strict=True):
-        assert a.dtype == torch.float32 and check.relative_error(a, b) < 0.03
-    outside, again = kb.moe_lora(**given, routing=routing), kb.moe_lora(**given, routing=routing)
-    with torch.autocast(kind, dtype=torch.bfloat16):  # the backward pass of a float32 forward stays float32
-        grads = torch.autograd.grad(outside, leaves, dy)
-    for a, b in zip(grads, torch.autograd.grad(again, leaves, dy), strict=True):
-        assert torch.equal(a, b)
-
-
 # --- edges ----------------------------------------------------------------------------------------------------------
 
 
-def _good() -> dict[str, Any]:
-    ids = torch.tensor([[0, 1], [2, 0]], device=runtime.DEVICE)
-    return {**_inputs(ids, 3, 8, 6, 2, torch.float32), "routing": kb.route(ids, 3)}
-
-
-_bad = functools.partial(call_with, kb.moe_lora, _good)
-
-
-BAD = {
-    "x is a list": (_bad(x=[1.0]), TypeError, "moe_lora: x must be a torch.Tensor, got list"),
-    "x of another length": (
-        _bad(x=lambda: randn(3, 8)),
-        ValueError,
-        r"moe_lora: x must have shape \(2, 8\), got \(3, 8\)",
-    ),
-    "x is not grouped": (_bad(grouped_in=True), ValueError, r"moe_lora: x must have shape \(4, 8\), got \(2, 8\)"),
-    "w is a matrix": (
-        _bad(w=lambda: randn(8, 6)),
-        ValueError,
-        r"moe_lora: w must have three dimensions, got shape \(8, 6\)",
-    ),
-    "w for fewer experts": (
-        _bad(w=lambda: randn(2, 8, 6)),
-        ValueError,
-        r"moe_lora: w must have shape \(3, 8, 6\), got \(2, 8, 6\)",
-    ),
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "x of another length": ({"x": lambda: randn(3, 8)}, r"x must have shape \(2, 8\), got \(3, 8\)"),
+    "x is not grouped": ({"grouped_in": True}, r"x must have shape \(4, 8\), got \(2, 8\)"),
+    "w for fewer experts": ({"w": lambda: randn(2, 8, 6)}, r"w must have shape \(3, 8, 6\), got \(2, 8, 6\)"),
     "packed w for fewer experts": (
-        _bad(w=lambda: kb.nf4_quantize(randn(2, 6, 32))),
-        ValueError,
-        r"moe_lora: w must have shape \(3, 6, 32\), got \(2, 6, 32\)",
+        {"w": lambda: kb.nf4_quantize(randn(2, 6, 32))},
+        r"w must have shape \(3, 6, 32\), got \(2, 6, 32\)",
     ),
     "packed w is a matrix": (
-        _bad(w=lambda: kb.nf4_quantize(randn(6, 8))),
-        ValueError,
-        r"moe_lora: w must have three dimensions, got shape \(6, 8\)",
+        {"w": lambda: kb.nf4_quantize(randn(6, 8))},
+        r"w must have three dimensions, got shape \(6, 8\)",
     ),
     "w of another dtype": (
-        _bad(w=lambda: randn(3, 8, 6).half()),
-        TypeError,
-        r"moe_lora: w must have the dtype of x \(torch.float32\), got torch.float16",
+        {"w": lambda: randn(3, 8, 6).half()},
+        r"w must have the dtype of x \(torch.float32\), got torch.float16",
     ),
-    "lora_a is a matrix": (
-        _bad(lora_a=lambda: randn(2, 8)),
-        ValueError,
-        r"moe_lora: lora_a must have three dimensions, got shape \(2, 8\)",
-    ),
-    "no rank": (
-        _bad(lora_a=lambda: randn(3, 0, 8)),
-        ValueError,
-        r"moe_lora: lora_a must have a rank of at least 1, got shape \(3, 0, 8\)",
-    ),
-    "lora_a alone": (
-        _bad(lora_b=None),
-        TypeError,
-        "moe_lora: lora_b must be a tensor where lora_a is one, got None",
-    ),
-    "lora_b alone": (
-        _bad(lora_a=None),
-        TypeError,
-        "moe_lora: lora_a must be a tensor where lora_b is one, got None",
-    ),
+    "no rank": ({"lora_a": lambda: randn(3, 0, 8)}, r"lora_a must have a rank of at least 1, got shape \(3, 0, 8\)"),
+    "lora_a alone": ({"lora_b": None}, "lora_b must be a tensor where lora_a is one, got None"),
+    "lora_b alone": ({"lora_a": None}, "lora_a must be a tensor where lora_b is one, got None"),
     "lora_b of another rank": (
-        _bad(lora_b=lambda: randn(3, 6, 3)),
-        ValueError,
-        r"moe_lora: lora_b must have shape \(3, 6, 2\), got \(3, 6, 3\)",
+        {"lora_b": lambda: randn(3, 6, 3)},
+        r"lora_b must have shape \(3, 6, 2\), got \(3, 6, 3\)",
     ),
-    "bias of another width": (
-        _bad(bias=lambda: randn(3, 5)),
-        ValueError,
-        r"moe_lora: bias must have shape \(3, 6\), got \(3, 5\)",
-    ),
-    "gates for one slot": (
-        _bad(gates=lambda: randn(2, 1)),
-        ValueError,
-        r"moe_lora: gates must have shape \(2, 2\), got \(2, 1\)",
-    ),
+    "bias of another width": ({"bias": lambda: randn(3, 5)}, r"bias must have shape \(3, 6\), got \(3, 5\)"),
+    "gates for one slot": ({"gates": lambda: randn(2, 1)}, r"gates must have shape \(2, 2\), got \(2, 1\)"),
     "gates of another dtype": (
-        _bad(gates=lambda: randn(2, 2).half()),
-        TypeError,
-        "moe_lora: gates must have dtype float32, got float16",
+        {"gates": lambda: randn(2, 2).half()},
+        "gates must have dtype float32, got float16",
     ),
     "gates and grouped_out": (
-        _bad(gates=lambda: randn(2, 2), grouped_out=True),
-        ValueError,
-        "moe_lora: grouped_out must be False with gates",
+        {"gates": lambda: randn(2, 2), "grouped_out": True},
+        "grouped_out must be False with gates",
     ),
-    "unknown strategy": (
-        _bad(strategy="both"),
-        ValueError,
-        "moe_lora: strategy must be one of 'auto', 'fused', 'split', got 'both'",
-    ),
-    "scaling is a word": (
-        _bad(scaling="half"),
-        TypeError,
-        "moe_lora: scaling must be a number, got str",
-    ),
+    "unknown strategy": ({"strategy": "both"}, "strategy must be one of 'auto', 'fused', 'split', got 'both'"),
     "ids instead of a routing": (
-        _bad(routing=lambda: torch.zeros(2, 2)),
-        TypeError,
-        r"moe_lora: routing must be a Routing, as route\(\) returns it, got Tensor",
-    ),
-    "w elsewhere": (
-        _bad(w=lambda: torch.empty(3, 8, 6, device="meta")),
-        ValueError,
-        r"moe_lora: w must be on the device of x \((cpu|cuda:0)\), got meta",
-    ),
-    "ids are floats": (
-        lambda: kb.route(randn(2, 2), 3),
-        TypeError,
-        "route: expert_ids must have dtype int64, int32, got float32",
-    ),
-    "ids are a vector": (
-        lambda: kb.route(torch.zeros(2, dtype=torch.int64, device=runtime.DEVICE), 3),
-        ValueError,
-        r"route: expert_ids must have two dimensions, got shape \(2,\)",
-    ),
-    "no expert": (
-        lambda: kb.route(torch.zeros(2, 1, dtype=torch.int64, device=runtime.DEVICE), 0),
-        ValueError,
-        "route: num_experts must be at least 1, got 0",
-    ),
-    "half an expert": (
-        lambda: kb.route(torch.zeros(2, 1, dtype=torch.int64, device=runtime.DEVICE), 2.5),
-        TypeError,
-        "route: num_experts must be an integer, got float",
+        {"routing": lambda: torch.zeros(2, 2)},
+        r"routing must be a Routing, as route\(\) returns it, got Tensor",
     ),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_says_what_is_wrong(name: str) -> None:
-    call, error, message = BAD[name]
-    with pytest.raises(error, match=message):
-        call()
+    changes, message = BAD[name]
+    ids = torch.tensor([[0, 1], [2, 0]], device=runtime.DEVICE)
+    given = {**_inputs(ids, 3, 8, 6, 2, torch.float32), "routing": kb.route(ids, 3)}
+    refused(kb.moe_lora, given, changes, f"moe_lora: {message}")
 
 
-@pytest.mark.skipif(not runtime.INTERPRET, reason="the interpreter's overflow check")
-@pytest.mark.parametrize("strategy", ("fused", "split"))
-@pytest.mark.parametrize("dtype", (torch.float16, torch.float32), ids=label)
-def test_offsets_are_64_bit(dtype: torch.dtype, strategy: str, overflow_raises: Callable[[], None]) -> None:
-    """Rows of x and the matrices of experts lie 2^31 + 8 elements apart."""
-    ids = torch.tensor([[0, 1], [1, 0]])
-    inputs = _inputs(ids, 2, 24, 32, 3, dtype)
-    routing = kb.route(ids, 2)
-
-    def run(given: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        leaves = [t.detach().requires_grad_() for t in given.values()]
-        y = kb.moe_lora(*leaves, routing, strategy=strategy)
-        return y, *torch.autograd.grad(y, leaves, torch.ones_like(y))
-
-    expected = run(inputs)
-    spread = {name: far_apart(t, 2**31 + 8, *t.stride()[1:-1]) for name, t in inputs.items()}
-    overflow_raises()
-    for a, b in zip(run(spread), expected, strict=True):
-        torch.testing.assert_close(a, b)
-
-
-@pytest.mark.parametrize("target", sorted(runtime.TARGETS))
-def test_tiles_for_every_shape(target: str) -> None:
-    properties = runtime.TARGETS[target]
-    for itemsize in (2, 4, 8):
-        for rows in (1, 100, 16384, 2**20):
-            for experts in (1, 8, 128, 512):
-                for access in ("boxes", "wide", "narrow"):
-                    chosen = kernels.rows_tiles(rows, experts, 16, itemsize, access, properties)
-                    assert chosen.height in kernels.HEIGHTS and chosen.kwargs["SMALL_M"] <= chosen.height
-                for rank in (16, 64, 256):
-                    thin = kernels.shrink_tiles(rows, experts, 4096, rank, itemsize, properties)
-                    assert thin.height in kernels.HEIGHTS and rank % thin.kwargs["BLOCK_R"] == 0
-                    assert kernels.choose_strategy(rows, properties) in op.STRATEGIES[1:]
-
-
-def test_batches_of_like_size_share_their_tiles() -> None:
-    properties = runtime.TARGETS["sm_90"]
-    chosen = {kernels.rows_tiles(rows, 64, 0, 2, "boxes", properties) for rows in range(4097, 8193, 61)}
-    assert len(chosen) == 1
+def test_a_routing_has_an_expert() -> None:
+    with pytest.raises(ValueError, match="route: num_experts must be at least 1, got 0"):
+        kb.route(torch.zeros(2, 1, dtype=torch.int64, device=runtime.DEVICE), 0)
 
 
 def test_tensor_cores_do_not_wait_for_each_instruction() -> None:
@@ -956,143 +542,3 @@ kb.moe_lora(x, q, a, b, kb.route(torch.zeros(40, 2, dtype=torch.int64), 5))
 """
     compiled = [k for k in compile_calls(code) if k.name == "_many_rows_kernel"]
     assert [k.constants["r"] for k in compiled] == [128] and not compiled[0].spill_bytes
-
-
-# --- on a GPU -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES, ids=label)
-@pytest.mark.parametrize("strategy", ("fused", "split"))
-@pytest.mark.parametrize(
-    "problem",
-    ((500, 16, 4, 512, 768, 16), (333, 7, 2, 1000, 520, 64), (2048, 64, 8, 256, 384, 32), (64, 5, 2, 257, 130, 3)),
-    ids=label,
-)
-def test_real_sizes(problem: tuple[int, ...], strategy: str, dtype: torch.dtype) -> None:
-    tokens, experts, slots, k, n, rank = problem
-    ids = _experts(tokens, experts, slots, 0.05)
-    for tf32 in (False, True) if dtype == torch.float32 else (False,):
-        with timing.allow_tf32(tf32):
-            _check(_inputs(ids, experts, k, n, rank, dtype), ids, strategy=strategy)
-            inputs = _inputs(ids, experts, k, n, rank, dtype, grouped_in=True, with_bias=True, gates=torch.float32)
-            _check(inputs, ids, strategy=strategy, grouped_in=True)
-
-
-@pytest.mark.parametrize("tokens", (1, 4, 2048))
-def test_bytes_are_counted_of_the_experts_that_tokens_choose(tokens: int) -> None:
-    """A few tokens do not reach every expert; a measured call reads the weights of those that have rows."""
-    shape = bench.Shape(8, 32, 48, 2, tokens=tokens)
-    ids = bench._Inputs.of(shape, torch.bfloat16).ids
-    assert all(len(set(chosen)) == 2 for chosen in ids.tolist())
-    case = bench._case("scatter2scatter", "forward", shape, bench._base)
-    rows, used = 2 * tokens, len(ids.unique())
-    assert case.gbytes * 1e9 == pytest.approx(2 * (tokens * 32 + used * 32 * 48 + rows * 48))
-    assert tokens != 4 or used < 8  # else this would not tell experts with rows from all
-
-
-@pytest.mark.gpu
-def test_the_baseline_computes_the_same() -> None:
-    if not runtime.properties().has_tensor_cores:
-        pytest.skip("PyTorch's grouped product needs compute capability 8.0")
-    ids = _experts(200, 8, 2)
-    inputs = _inputs(ids, 8, 128, 256, 16, torch.bfloat16)
-    check.check_op(
-        functools.partial(grouped_mm_moe_lora, expert_ids=ids),
-        functools.partial(moe_lora_reference, expert_ids=ids),
-        inputs,
-        grads=tuple(inputs),
-    )
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("strategy", ("fused", "split"))
-@pytest.mark.parametrize(
-    "problem", ((2048, 64, 8, 1024, 768), (1024, 8, 2, 2048, 2048), (8, 128, 8, 512, 512)), ids=label
-)
-def test_bitwise_reproducible(problem: tuple[int, ...], strategy: str) -> None:
-    tokens, experts, slots, k, n = problem
-    ids = _experts(tokens, experts, slots)
-    inputs = _inputs(ids, experts, k, n, 16, torch.bfloat16, with_bias=True, gates=torch.float32)
-    leaves = [t.requires_grad_() for t in inputs.values()]
-    dy = randn(tokens, n, dtype=torch.bfloat16)
-
-    def run() -> tuple[torch.Tensor, ...]:
-        y = kb.moe_lora(**dict(zip(inputs, leaves, strict=True)), routing=kb.route(ids, experts), strategy=strategy)
-        return y, *torch.autograd.grad(y, leaves, dy)
-
-    first = run()
-    for _ in range(250):
-        assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
-
-
-@pytest.mark.gpu
-def test_no_host_synchronisation() -> None:
-    ids = _experts(64, 8, 2, 0.1)
-    inputs = _inputs(ids, 8, 128, 256, 16, torch.bfloat16, with_bias=True, gates=torch.float32)
-    leaves = [t.requires_grad_() for t in inputs.values()]
-    for _ in range(2):  # the first call compiles
-        for strategy in op.STRATEGIES:
-            torch.cuda.set_sync_debug_mode("error")
-            try:
-                routing = kb.route(ids, 8)
-                kb.moe_lora(
-                    **dict(zip(inputs, leaves, strict=True)), routing=routing, strategy=strategy
-                ).sum().backward()
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=label)
-@pytest.mark.parametrize("strategy", ("fused", "split"))
-def test_cuda_graph(strategy: str, dtype: torch.dtype) -> None:
-    """Routing, forward and backward in one graph; a replay routes other tokens."""
-    ids = _experts(100, 8, 2)
-    inputs = _inputs(ids, 8, 128, 256, 16, dtype)
-    leaves = [t.requires_grad_() for t in inputs.values()]
-    dy = randn(200, 256, dtype=dtype)
-
-    def run() -> tuple[torch.Tensor, ...]:
-        y = kb.moe_lora(*leaves, kb.route(ids, 8), strategy=strategy)
-        return y, *torch.autograd.grad(y, leaves, dy)
-
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run()  # compiles before the capture
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
-    ids.copy_(torch.full_like(ids, 3)), dy.copy_(randn(200, 256))
-    with torch.no_grad():
-        leaves[0].copy_(randn(100, 128))
-    graph.replay()
-    y = moe_lora_reference(*leaves, ids)
-    for ours, exact in zip(captured, (y, *torch.autograd.grad(y, leaves, dy)), strict=True):
-        assert check.relative_error(ours, exact) < (0.02 if dtype == torch.bfloat16 else 1e-4)
-
-
-@pytest.mark.gpu
-@pytest.mark.memory
-def test_more_than_2_31_elements() -> None:
-    experts, k, n = 600, 2048, 2048
-    w = torch.randn(experts, k, n, dtype=torch.bfloat16, device=runtime.DEVICE)
-    assert w.numel() > 2**31
-    ids = torch.tensor([[599, 0], [597, 598], [599, 1]], device=runtime.DEVICE)
-    inputs = _inputs(ids, experts, k, n, 16, torch.bfloat16) | {"w": w}
-    routing = kb.route(ids, experts)
-    for strategy in ("fused", "split"):
-        leaves = {name: t.detach().requires_grad_(name != "w") for name, t in inputs.items()}
-        y = kb.moe_lora(**leaves, routing=routing, strategy=strategy)
-        dx = torch.autograd.grad(y, leaves["x"], torch.ones_like(y))[0]
-        for pair, expert in enumerate(ids.reshape(-1).tolist()):
-            whole = w[expert].double() + (inputs["lora_b"][expert].double() @ inputs["lora_a"][expert].double()).t()
-            assert check.relative_error(y[pair], inputs["x"][pair // 2].double() @ whole) < 0.01
-            if pair % 2 == 1:
-                other = w[ids[pair // 2, 0]].double()
-                other += (
-                    inputs["lora_b"][ids[pair // 2, 0]].double() @ inputs["lora_a"][ids[pair // 2, 0]].double()
-                ).t()
-                assert check.relative_error(dx[pair // 2], (whole + other).sum(1)) < 0.01

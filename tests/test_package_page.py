@@ -30,10 +30,6 @@ def test_snippets_run(page: Path) -> None:
         exec(compile(snippet, f"{page.name}: {snippet.splitlines()[0]}", "exec"), names)  # noqa: S102
 
 
-def test_every_family_of_functions_has_a_snippet() -> None:
-    assert sum(len(snippets(path)) for path in PAGES) >= 8
-
-
 def test_a_signature_that_is_written_by_hand_is_the_function_s() -> None:
     """Autodoc would print every overload of it."""
     written = re.findall(r"autofunction:: (kernelbook\.[\w.]+)(\(.*\))$", TEXT, re.MULTILINE)
@@ -75,14 +71,3 @@ def test_an_argument_has_a_line_of_its_own() -> None:
         names = "|".join(inspect.signature(one).parameters)
         found = re.search(rf"^    .*[.;] ({names}): ", inspect.getdoc(one) or "", re.MULTILINE)
         assert not names or not found, f"{one.__name__}: {found and found[0]}"
-
-
-def test_docstrings_are_read_as_they_are_meant() -> None:
-    tool = program("docstrings")
-    lines = ["Of ``*shape`` and f(*shape).", "", "Args:", "    experts: E.", "", "Returns:", "    y: (M, N)."]
-    tool._prepare(None, "function", "f", None, None, lines)
-    assert (
-        lines[0] == "Of ``*shape`` and f(``*shape``)."
-        and lines[3] == "    experts: \\E."
-        and lines[6] == "    : y: (M, N)."
-    )

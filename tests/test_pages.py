@@ -5,8 +5,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -195,27 +193,6 @@ def test_only_what_an_author_marked_is_folded_and_it_unfolds(browser: Any, addre
     page.context.close()
 
 
-def test_a_chapter_can_be_typed_from_what_stands_open(browser: Any, address: str, tmp_path: Path) -> None:
-    """What is folded is not typed: the other cells run, one after the other, in an empty program. (test_chapters types more.)"""
-    page, _ = opened(browser, address + "notebooks/first_kernel.html")
-    cells = page.locator(".bd-article .cell_input pre").all()
-    typed = [cell.inner_text() for cell in cells if cell.is_visible()]
-    assert len(typed) > 10
-    # Each in a file of its own, from which Triton reads its kernels.
-    paths = [tmp_path / f"cell_{i}.py" for i in range(len(typed))]
-    for path, text in zip(paths, typed, strict=True):
-        path.write_text(text, encoding="utf-8")
-    program = "import sys\nshared = {'__name__': '__main__'}\nfor path in sys.argv[1:]:\n"
-    program += "    exec(compile(open(path).read(), path, 'exec'), shared)\n"
-    done = subprocess.run(
-        [sys.executable, "-c", program, *paths],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-
-
 def test_a_wide_table_is_blocks_on_a_phone(browser: Any, address: str) -> None:
     """Each cell under its column's name, and nothing to scroll to; on a desktop it stays a table."""
     page, _ = opened(browser, address + "notebooks/several_gpus.html", width=390)
@@ -237,13 +214,6 @@ def test_code_is_legible_in_both_themes(browser: Any, address: str) -> None:
         set_theme(page, theme)
         assert not serious_faults(page, CONTRAST, {"include": [["div.cell pre"]], "exclude": []}), theme
     page.context.close()
-
-
-def test_a_reader_s_choice_of_theme_holds(browser: Any, address: str) -> None:
-    for theme in THEMES:
-        page, _ = opened(browser, address + CONTENT[0], theme=theme)
-        assert page.evaluate("document.documentElement.dataset.theme") == theme
-        page.context.close()
 
 
 def test_every_link_inside_the_book_leads_somewhere() -> None:

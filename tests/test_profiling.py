@@ -102,26 +102,6 @@ def test_several_processes_write_folders_of_their_own(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.rglob("*.json")] == ["trace.json"] * 2
 
 
-@pytest.mark.parametrize("below", ("", "more"))
-def test_a_file_in_the_way_is_found_before_anything_runs(below: str, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(
-        ValueError, match=r"StepProfiler: out must be a folder to write to, got .*file.*: Not a directory"
-    ):
-        profiling.StepProfiler(tmp_path / "file" / below)
-
-
-@pytest.mark.parametrize(("first", "last"), ((0, 1), (3, 2)))
-def test_steps_that_make_no_sense(first: int, last: int) -> None:
-    with pytest.raises(ValueError, match=f"1 <= first <= last, got {first} and {last}"):
-        profiling.StepProfiler("unused", first=first, last=last)
-
-
-def test_long_names_are_cut() -> None:
-    report = profiling.Report(Path("t"), None, Path("k"), 1, [("x" * 100, 1.0, 2.0, 1.0, 3.0)], 2.0, None)
-    assert max(len(line) for line in report.table(width=20).splitlines()) < 80
-
-
 # --- the command ----------------------------------------------------------------------------------------------------
 
 
@@ -168,11 +148,7 @@ def test_command_with_a_config_of_transformers(
         (("--steps", "2"), "--steps must be at least --last (4), got 2"),
         (("--set", "slots"), "--set must have the form NAME=VALUE, got 'slots'"),
         (("--set", "colour=3"), "--set must name sizes of MoELayer"),
-        (("--set", "hidden_size=-4"), "MoELayer: hidden_size must be at least 1, got -4"),
-        (("--set", "intermediate_size=0"), "GatedExperts: intermediate_size must be at least 1, got 0"),
         (("--set", "num_experts=4", "slots=9"), "MoELayer: slots must be in [1, 4], got 9"),
-        (("--set", "slots=x"), "MoELayer: slots must be an integer, got str"),
-        (("--set", "num_experts=True"), "MoELayer: num_experts must be an integer, got bool"),
         (("--first", "9", "--last", "3"), "1 <= first <= last"),
         (("--batch", "0"), "--batch must be at least 1, got 0"),
         (("--length", "-3"), "--length must be at least 1, got -3"),
@@ -210,8 +186,8 @@ def test_command_with_a_config_refuses_unknown_names(tmp_path: Path, capsys: pyt
         (("--config", str(tmp_path / "broken")), "is not a valid JSON file"),
     ):
         assert _command(tmp_path, "--config", str(tmp_path / "config"), "--length", "4", *more) == 2
-        [said] = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("[transformers]")]
-        assert said.startswith("profile: ") and message in said
+        [said] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("profile: ")]
+        assert message in said
 
 
 # --- the Trainer ----------------------------------------------------------------------------------------------------

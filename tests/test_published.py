@@ -70,7 +70,7 @@ def test_what_the_cell_installs_keeps_the_machines_torch(
     assert package == ["--no-deps", str(ROOT)]
     assert others[:2] == ["torch==2.10.0+cu126", "triton==3.5.0"]
     names = {re.split("[<>=;]", line)[0] for line in others[2:]}
-    assert {"transformers", "peft", "tabulate", "tiktoken"} <= names and not names & {"torch", "triton", "kernelbook"}
+    assert {"transformers", "peft", "tabulate", "tokenizers"} <= names and not names & {"torch", "triton", "kernelbook"}
     assert "This machine has PyTorch 2.10.0+cu126; kernelbook was tried with 2.11 and newer" in capsys.readouterr().out
     assert not tool.older("2.11.0") and not tool.older("3.0.1+cu130") and tool.older("2.9.1")
 
@@ -89,24 +89,3 @@ def test_a_published_book_knows_its_address_and_another_has_none(
     tool.write_config(path, tmp_path)
     sphinx = yaml.safe_load(path.read_text())["sphinx"]
     assert "sphinx_sitemap" not in sphinx["extra_extensions"] and "html_baseurl" not in sphinx["config"]
-
-
-def test_the_container_has_what_the_two_commands_need() -> None:
-    container = json.loads((ROOT / ".devcontainer/devcontainer.json").read_text())
-    assert container["image"].startswith("mcr.microsoft.com/devcontainers/python:") and "3.12" in container["image"]
-    assert {"make", "chromium"} <= {*container["onCreateCommand"].split()}
-    target = container["postCreateCommand"].removeprefix("make ")
-    assert f"VENV ?= {target.split('/')[0]}\n" in (makefile := (ROOT / "Makefile").read_text())
-    assert f"$(VENV)/{target.split('/')[1]}:" in makefile
-    assert container["customizations"]["vscode"]["settings"]["python.defaultInterpreterPath"].endswith(
-        "/.venv/bin/python"
-    )
-
-
-def test_the_workflow_builds_and_publishes() -> None:
-    jobs = yaml.safe_load((ROOT / ".github/workflows/pages.yml").read_text())["jobs"]
-    steps = jobs["build"]["steps"]
-    (build,) = [step for step in steps if step.get("run") == "make book"]
-    assert "base_url" in build["env"]["BOOK_ADDRESS"]
-    assert any(step.get("with", {}).get("path") == "_build/html" for step in steps)
-    assert jobs["publish"]["needs"] == "build"

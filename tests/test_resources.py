@@ -1,12 +1,9 @@
 """The resource model."""
 
-import math
-
 import pytest
 import triton
 
 from kernelbook import operators, runtime
-from kernelbook.lab import resources
 from kernelbook.lab.compiled import CompiledKernel, compile_calls, occupancy
 from kernelbook.lab.resources import Resources, bucket, fits, matmul_resources, tensor_core
 
@@ -141,69 +138,6 @@ for m, n, k, warps, stages in {sides!r}:
             assert -10 <= kernel.registers - needs.registers_per_thread <= 48, (str(kernel), needs)
 
 
-def test_what_dividing_by_32_throws_away(reports: list[CompiledKernel]) -> None:
-    """It calls every tile of 64 x 128 or more impossible; most of them do not spill."""
-    pairs = [(c, k) for c, k in zip(SPREAD, reports, strict=True) if c[1] * c[2] >= 64 * 128]
-    assert all(resources.BOOKKEEPING_REGISTERS + c[1] * c[2] / 32 > 255 for c, _ in pairs)
-    assert sum(k.spill_bytes == 0 for _, k in pairs) >= 8
-
-
-def test_a_second_accumulator_and_operand_are_counted() -> None:
-    config = triton.Config({}, num_warps=8, num_stages=3)
-    one = _model("pointers", 128, 128, 64, 8, 3)
-    two = matmul_resources(
-        config,
-        rows=128,
-        operands=[(128 * 64, 2), (128 * 64, 2), (16 * 64, 2)],
-        accumulators=[(128 * 128, 4), (128 * 16, 4)],
-        held=[(256, 4)],
-        properties=H200,
-    )
-    assert two.shared_bytes - one.shared_bytes == 3 * 16 * 64 * 2
-    assert two.registers_per_thread - one.registers_per_thread == 8 + 1 + 0.5 * resources.COPY_REGISTERS
-
-
-@pytest.mark.parametrize(
-    ("stages", "copy_bytes", "ahead"), ((3, 16, True), (3, 2, False), (1, 16, False)), ids=("", "narrow", "one stage")
-)
-def test_what_is_not_copied_ahead_goes_through_registers_into_one_buffer(
-    stages: int, copy_bytes: int, ahead: bool
-) -> None:
-    config = triton.Config({}, num_warps=4, num_stages=stages)
-    size = 64 * 64 * 2
-    needs = matmul_resources(
-        config,
-        rows=64,
-        operands=[(64 * 64, 2)] * 2,
-        accumulators=[(64 * 64, 4)],
-        copy_bytes=copy_bytes,
-        properties=H200,
-    )
-    assert needs.shared_bytes == 2 * size * (stages if ahead else 1)
-    copies, passing = 2 * size / copy_bytes / 128, 0 if ahead else 2 * size / 4 / 128
-    kept = 64 * 64 / 128 + resources.LOOP_REGISTERS["wgmma"]
-    assert needs.registers_per_thread == kept + resources.COPY_REGISTERS * copies + passing
-
-
-def test_before_ampere_a_thread_holds_its_rows_and_columns_of_a_step() -> None:
-    m, n, k, threads = 64, 32, 16, 128
-    needs = matmul_resources(
-        triton.Config({}, num_warps=4, num_stages=3),
-        rows=m, operands=[(m * k, 2), (n * k, 2)], accumulators=[(m * n, 4)], properties=runtime.TARGETS["sm_75"],
-    )  # fmt: skip
-    size, square = (m + n) * k * 2, math.sqrt(m * n / threads)
-    assert needs.shared_bytes == m * n * 2  # the result is turned around in it; of the operands there is one copy
-    assert needs.registers_per_thread == pytest.approx(
-        m * n / threads + resources.LOOP_REGISTERS["fma"] + resources.COPY_REGISTERS * size / 16 / threads
-        + size / 4 / threads + resources.FMA_REGISTERS * 2 * square * k
-    )  # fmt: skip
-
-
-def test_each_operand_has_descriptors_or_none_has() -> None:
-    with pytest.raises(ValueError, match="shorter"):
-        matmul_resources(SMALL, rows=64, operands=[(64, 2)] * 2, accumulators=[(64, 4)], descriptors=[True])
-
-
 def test_the_older_tensor_cores_have_one_buffer_fewer() -> None:
     config = triton.Config({}, num_warps=4, num_stages=3)
     shared = {
@@ -281,28 +215,3 @@ def test_buckets() -> None:
 
 
 # --- the rules --------------------------------------------------------------------------------------------------------
-
-
-def test_the_rules_choose_what_a_search_found_more_than_a_tenth_faster() -> None:
-    """And leave alone the neighbours for which it found nothing better."""
-    from kernelbook.moe_lora import kernels as moe_lora
-    from kernelbook.scatter_ffn import kernels as scatter_ffn
-    from kernelbook.sparse_linear import kernels as sparse_linear
-
-    def backward(m: int, d_in: int, active: int) -> tuple[int, ...]:
-        plan = sparse_linear.plan_backward(m, d_in, active, 2, True, True, True, H200)
-        sides = tuple(plan.config.kwargs[f"BLOCK_{side}"] for side in "RDK")
-        return *sides, plan.config.num_warps, plan.config.num_stages, plan.split
-
-    assert backward(2048, 1024, 256) == backward(2048, 1024, 512) == (64, 128, 64, 4, 5, 1)
-    assert backward(2048, 1024, 1024) == backward(2048, 2048, 256) == (64, 128, 64, 4, 4, 1)
-    assert backward(8192, 6912, 128) == (64, 128, 32, 4, 4, 2)
-    assert backward(2048, 4096, 512) == (128, 128, 64, 4, 3, 1)
-    down, split = scatter_ffn.tiles_down(16, 1152, 691, H200)
-    assert (down.kwargs["BLOCK_L"], down.kwargs["BLOCK_C"], down.kwargs["STAGES"], split) == (64, 64, 4, 4)
-    assert scatter_ffn.tiles_down(16, 3072, 819, H200)[0].kwargs["BLOCK_C"] == 128
-    down, split = scatter_ffn.vector_down(1, 1152, 691, "bfloat16", H200)
-    assert (down.kwargs["BLOCK_L"], down.kwargs["BLOCK_C"], down.kwargs["UNROLL"], split) == (32, 32, 8, 4)
-    assert scatter_ffn.vector_down(1, 2560, 1024, "bfloat16", H200)[0].kwargs["BLOCK_C"] == 64
-    chosen = [moe_lora.choose_strategy(8, H200, copies_b=copies_b) for copies_b in (False, True)]
-    assert chosen == ["fused", "split"]

@@ -1,21 +1,17 @@
 """RMSNorm, of the room layer_norm: every output and gradient by the rule of check.py, with and without a residual."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
-from tensors import call_with, far_apart, label, randn
+from tensors import label, randn, refused
 
 import kernelbook as kb
 from kernelbook import check, runtime
-from kernelbook.layer_norm import kernels, rms_norm_backward_reference, rms_norm_reference
+from kernelbook.layer_norm import rms_norm_reference
 from kernelbook.nn import RMSNorm
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 EPS = 1e-6
 
 
@@ -37,22 +33,15 @@ def _check(x: torch.Tensor, weight: Any = None, residual: Any = None) -> None:
 
 
 # Rows that share a tile, one tile, several tiles, rows that two programs share, rows that are looped over.
-SHAPES = ((1, 1), (1, 97), (7, 1), (13, 64), (101, 31), (3, 2053), (3, 4096), (2, 9001))
+SHAPES = ((1, 1), (7, 1), (13, 64), (101, 31), (3, 2053), (2, 9001))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=label)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=label)
 @pytest.mark.parametrize("shape", SHAPES, ids=label)
-def test_outputs_and_gradients(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    _check(randn(*shape, dtype=dtype), randn(shape[1], dtype=dtype))
-
-
-@pytest.mark.parametrize(
-    ("shape", "dtype"),
-    (((1, 1), torch.float32), ((13, 64), torch.bfloat16), ((3, 2053), torch.float16), ((2, 9001), torch.float32)),
-    ids=label,
-)
-def test_outputs_and_gradients_with_a_residual(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    _check(randn(*shape, dtype=dtype), randn(shape[1], dtype=dtype), randn(*shape, dtype=dtype))
+@pytest.mark.parametrize("with_residual", (False, True))
+def test_outputs_and_gradients(shape: tuple[int, int], dtype: torch.dtype, with_residual: bool) -> None:
+    x, residual = (randn(*shape, dtype=dtype) for _ in range(2))
+    _check(x, randn(shape[1], dtype=dtype), residual if with_residual else None)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +49,6 @@ def test_outputs_and_gradients_with_a_residual(shape: tuple[int, int], dtype: to
     (
         ((13, 64), (torch.bfloat16, torch.float32)),  # what autocast makes of a layer's result, and the residual stream
         ((3, 2053), (torch.float32, torch.float16)),
-        ((2, 9001), (torch.float16, torch.float32)),
         ((3, 5), (torch.float16, torch.bfloat16)),
         ((3, 5), (torch.float32, torch.float64)),
     ),
@@ -105,103 +93,17 @@ def test_a_single_column_without_a_weight() -> None:
     torch.testing.assert_close(*(torch.autograd.grad(y, x)[0] for y in (ours, plain)))
 
 
-@pytest.mark.parametrize("needed", (("x",), ("residual",), ("weight", "residual")))
-def test_only_the_gradients_that_are_needed(needed: tuple[str, ...]) -> None:
-    inputs = {"x": randn(5, 33), "weight": randn(33), "residual": randn(5, 33)}
-    check.check_op(
-        lambda x, weight, residual: kb.rms_norm(x, weight, EPS, residual=residual),
-        lambda x, weight, residual: rms_norm_reference(x, weight, EPS, residual),
-        inputs,
-        grads=needed,
-        baseline=_torch,
-    )
-
-
 @pytest.mark.parametrize("used", (0, 1))
 def test_only_one_result_is_used(used: int) -> None:
-    leaves = [t.requires_grad_() for t in (randn(5, 33), randn(5, 33), randn(33))]
-    x, residual, weight = leaves
-    dy = randn(5, 33)
-    ours = torch.autograd.grad(kb.rms_norm(x, weight, EPS, residual=residual)[used], leaves, dy, allow_unused=True)
-    exact = [t.detach().double().requires_grad_() for t in leaves]
-    for name, mine, theirs, true in zip(
-        ("x", "residual", "weight"),
-        ours,
-        torch.autograd.grad(_torch(x, weight, residual)[used], leaves, dy, allow_unused=True),
-        torch.autograd.grad(
-            rms_norm_reference(exact[0], exact[2], EPS, exact[1])[used], exact, dy.double(), allow_unused=True
-        ),
-        strict=True,
-    ):
-        if theirs is None or true is None:
-            assert mine is None and true is None, name
-        else:
-            assert mine is not None, name
-            check.compare(name, mine, true, theirs, factor=check.GRADIENT_FACTOR).require()
-
-
-LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
-    "transposed": lambda: randn(40, 6).T,
-    "every other column": lambda: randn(6, 80)[:, ::2],
-    "expanded": lambda: randn(1, 40).expand(6, 40),
-    "offset": lambda: randn(6, 41)[:, 1:],
-    "permuted": lambda: randn(3, 2, 40).permute(1, 0, 2),
-    "columns first": lambda: randn(2, 40, 6).transpose(1, 2),
-    "one dimension": lambda: randn(40),
-}
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_layouts(name: str) -> None:
-    _check(LAYOUTS[name](), randn(80)[::2], LAYOUTS[name]().flip(0))
-    _check(LAYOUTS[name](), randn(1).expand(40))
-
-
-@given(
-    m=st.integers(1, 9),
-    n=st.integers(1, 300),
-    dtype=st.sampled_from(DTYPES),
-    scale=st.sampled_from((1e-3, 1.0, 30.0)),
-    with_residual=st.booleans(),
-)
-def test_any_shape(m: int, n: int, dtype: torch.dtype, scale: float, with_residual: bool) -> None:
-    x, residual = (randn(m, n).mul(scale).to(dtype) for _ in range(2))
-    _check(x, randn(n, dtype=dtype), residual if with_residual else None)
-
-
-def test_mixed_dtypes() -> None:
-    x, w = randn(6, 40, dtype=torch.float16).requires_grad_(), randn(40).requires_grad_()
-    y = kb.rms_norm(x, w)
-    assert y.dtype == torch.float16
-    assert [g.dtype for g in torch.autograd.grad(y.sum(), (x, w))] == [torch.float16, torch.float32]
-    check.compare("out", y, rms_norm_reference(x.double(), w.double()), _torch(x, w.to(x.dtype))).require()
-
-
-@pytest.mark.parametrize("n", (1, 5, 1030))
-def test_gradcheck(n: int) -> None:
-    x, w, residual = (t.double().requires_grad_() for t in (randn(3, n), randn(n), randn(3, n)))
-    assert torch.autograd.gradcheck(lambda *a: kb.rms_norm(a[0], a[1]), (x, w), fast_mode=n > 100)
-    assert torch.autograd.gradcheck(lambda x, w, r: kb.rms_norm(x, w, residual=r), (x, w, residual), fast_mode=n > 100)
-
-
-def test_the_backward_reference_is_the_gradient() -> None:
-    x, w, dy = randn(4, 9).double().requires_grad_(), randn(9).double().requires_grad_(), randn(4, 9).double()
-    expected = torch.autograd.grad(rms_norm_reference(x, w), (x, w), dy)
-    for ours, exact in zip(rms_norm_backward_reference(dy, x, w), expected, strict=True):
-        torch.testing.assert_close(ours, exact)
-
-
-# --- PyTorch's machinery --------------------------------------------------------------------------------------------
-
-
-def test_autocast_gives_float32() -> None:
-    x, w = randn(5, 24, dtype=torch.bfloat16).requires_grad_(), randn(24).requires_grad_()
-    with torch.autocast(runtime.DEVICE.type, dtype=torch.bfloat16):
-        ours = kb.rms_norm(x, w)
-        y, total = kb.rms_norm(x, w, residual=x)
-    assert ours.dtype == y.dtype == torch.float32 and total.dtype == torch.bfloat16
-    check.compare("out", ours, rms_norm_reference(x.double(), w.double()), _torch(x.float(), w)).require()
-    assert [g.dtype for g in torch.autograd.grad(ours.sum(), (x, w))] == [torch.bfloat16, torch.float32]
+    x, residual, weight = leaves = [t.requires_grad_() for t in (randn(5, 33), randn(5, 33), randn(33))]
+    results, up = (
+        kb.rms_norm(x, weight, EPS, residual=residual),
+        [torch.zeros(5, 33, device=x.device) for _ in range(2)],
+    )
+    up[used] = randn(5, 33)
+    expected = torch.autograd.grad(results, leaves, up, retain_graph=True)
+    found = torch.autograd.grad(results[used], leaves, up[used], materialize_grads=True)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("eps", (None, 1e-3))
@@ -237,111 +139,15 @@ def test_empty_inputs(shape: tuple[int, ...]) -> None:
     assert not dw.any() and dw.shape == w.shape
 
 
-def _given() -> dict[str, Any]:
-    return {"x": randn(2, 8), "weight": randn(8)}
-
-
-BAD = {
-    "x is a list": ({"x": [1.0]}, TypeError, "x must be a torch.Tensor, got list"),
-    "x is a scalar": ({"x": randn}, ValueError, "x must have at least one dimension, got a scalar"),
-    "weight of another length": (
-        {"weight": lambda: randn(7)},
-        ValueError,
-        r"weight must have shape \(8,\), got \(7,\)",
-    ),
-    "weight elsewhere": (
-        {"weight": lambda: torch.empty(8, device="meta")},
-        ValueError,
-        r"weight must be on the device of x \((cpu|cuda:0)\), got meta",
-    ),
-    "residual of another shape": (
-        {"residual": lambda: randn(8)},
-        ValueError,
-        r"residual must have shape \(2, 8\), got \(8,\)",
-    ),
-    "residual of integers": (
-        {"residual": lambda: torch.zeros(2, 8, dtype=torch.int32, device=runtime.DEVICE)},
-        TypeError,
-        "residual must have dtype float16, bfloat16, float32, float64, got int32",
-    ),
-    "negative eps": ({"eps": -1.0}, ValueError, "eps must be a number that is not negative, got -1.0"),
-    "eps is None": ({"eps": None}, TypeError, "eps must be a number that is not negative, got NoneType"),
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "x is a scalar": ({"x": randn}, "x must have at least one dimension, got a scalar"),
+    "weight of another length": ({"weight": lambda: randn(7)}, r"weight must have shape \(8,\), got \(7,\)"),
+    "residual of another shape": ({"residual": lambda: randn(8)}, r"residual must have shape \(2, 8\), got \(8,\)"),
+    "negative eps": ({"eps": -1.0}, "eps must be a number that is not negative, got -1.0"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_says_what_is_wrong(name: str) -> None:
-    changes, error, message = BAD[name]
-    with pytest.raises(error, match=f"rms_norm: {message}"):
-        call_with(kb.rms_norm, _given, **changes)()
-
-
-@pytest.mark.skipif(not runtime.INTERPRET, reason="the interpreter's overflow check")
-def test_offsets_are_64_bit(overflow_raises: Callable[[], None]) -> None:
-    """Row 1 lies 2^31 + 8 elements after row 0 (the memory is reserved, not touched)."""
-    overflow_raises()
-    x, residual = (far_apart(randn(2, 24), 2**31 + 8).requires_grad_() for _ in range(2))
-    w = randn(24)
-    dense = [t.detach().contiguous().requires_grad_() for t in (x, residual)]
-    ours, expected = kb.rms_norm(x, w, residual=residual), _torch(dense[0], w, dense[1])
-    for a, b in zip(ours, expected, strict=True):
-        torch.testing.assert_close(a, b)
-    up = [torch.randn_like(t) for t in expected]
-    for a, b in zip(
-        torch.autograd.grad(ours, (x, residual), up), torch.autograd.grad(expected, dense, up), strict=True
-    ):
-        torch.testing.assert_close(a, b)
-
-
-def test_every_width_has_a_configuration_that_fits() -> None:
-    """One sum instead of two leaves registers: no width is worse off than LayerNorm's."""
-    for n in (*range(16, 20_000, 496), 15_872):
-        for aligned in (True, False):
-            ours, layer_norms = (
-                kernels.plan_backward(n, 2, aligned, sums, False, runtime.properties()).config for sums in (1, 2)
-            )
-            if "SPLIT" in layer_norms.kwargs:
-                kw = ours.kwargs
-                assert kw["BLOCK_N"] * kw["NUM_BLOCKS"] * kw["SPLIT"] >= n
-                assert kw["SPLIT"] <= layer_norms.kwargs["SPLIT"]
-
-
-# --- on a GPU -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=label)
-@pytest.mark.parametrize("n", (512, 1001, 1536, 3001, 4096, 5632, 8192, 13824, 15872, 20480, 33000))
-@pytest.mark.parametrize("with_residual", (False, True))
-def test_real_sizes(n: int, dtype: torch.dtype, with_residual: bool) -> None:
-    rows = 3001 if n < 5000 else 401  # within 4 GiB, beside others on a GPU
-    residual = randn(rows, n, dtype=dtype) if with_residual else None
-    _check(randn(rows, n, dtype=dtype), randn(n, dtype=dtype), residual)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("shape", ((8192, 2048), (1000, 15872)), ids=label)
-def test_bitwise_reproducible(shape: tuple[int, int]) -> None:
-    x, residual, w, dy, dsum = (randn(*s, dtype=torch.bfloat16) for s in (shape, shape, shape[1:], shape, shape))
-    leaves = [t.requires_grad_() for t in (x, residual, w)]
-
-    def run() -> list[torch.Tensor]:
-        results = kb.rms_norm(x, w, residual=residual)
-        return [*(t.detach() for t in results), *torch.autograd.grad(results, leaves, (dy, dsum))]
-
-    first = run()
-    for _ in range(100):
-        assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
-
-
-@pytest.mark.gpu
-def test_cuda_graph() -> None:
-    x, residual, w = randn(64, 512), randn(64, 512), randn(512)
-    kb.rms_norm(x, w, residual=residual)  # compiles before the capture
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y, total = kb.rms_norm(x, w, residual=residual)
-    x.copy_(randn(64, 512))
-    graph.replay()
-    for ours, plain in zip((y, total), _torch(x, w, residual), strict=True):
-        torch.testing.assert_close(ours, plain)
+    changes, message = BAD[name]
+    refused(kb.rms_norm, {"x": randn(2, 8), "weight": randn(8)}, changes, f"rms_norm: {message}")

@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-import textwrap
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensors import python
 
 import kernelbook as kb
 from kernelbook import interpreter, runtime
@@ -36,15 +36,6 @@ def _squares_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):
 SRC = str(Path(kb.__file__).parents[1])
 
 
-def _python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    inherited = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    # Without a GPU, also where there is one: the same outcome on every machine.
-    hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "PYTHONPATH": SRC}
-    return subprocess.run(
-        [sys.executable, "-c", code], env=inherited | hidden | environment, capture_output=True, text=True, check=False
-    )
-
-
 REPORT = "import kernelbook.runtime as r; print(r.INTERPRET, r.COMPILE_ONLY, r.DEVICE)"
 
 
@@ -53,12 +44,12 @@ REPORT = "import kernelbook.runtime as r; print(r.INTERPRET, r.COMPILE_ONLY, r.D
     [(None, "True False cpu"), ("1", "True False cpu"), ("0", "False True cpu")],
 )
 def test_modes_without_a_gpu(setting: str | None, expected: str) -> None:
-    done = _python(REPORT, **({} if setting is None else {"TRITON_INTERPRET": setting}))
+    done = python(REPORT, **({} if setting is None else {"TRITON_INTERPRET": setting}))
     assert done.stdout.strip() == expected, done.stderr
 
 
 def test_a_setting_that_is_neither() -> None:
-    done = _python(REPORT, TRITON_INTERPRET="maybe")
+    done = python(REPORT, TRITON_INTERPRET="maybe")
     assert "TRITON_INTERPRET must be 0 or 1, got 'maybe'" in done.stderr
 
 
@@ -87,13 +78,13 @@ def test_triton_imported_before_to_compile_is_changed_to_interpret(before: str) 
         print("fine")
     """
     here = os.pathsep.join((SRC, str(Path(__file__).parent)))
-    done = _python(textwrap.dedent(code), PYTHONPATH=here)
+    done = python(code, PYTHONPATH=here)
     assert done.stdout.strip() == "fine", done.stderr
 
 
 def test_triton_imported_before_to_interpret_is_refused_with_what_to_do() -> None:
     code = "import triton, os; os.environ['TRITON_INTERPRET'] = '0'; import kernelbook"
-    done = _python(code, TRITON_INTERPRET="1")
+    done = python(code, TRITON_INTERPRET="1")
     assert done.returncode != 0
     assert "Import kernelbook before Triton" in done.stderr and "TRITON_INTERPRET=0" in done.stderr
 
@@ -112,7 +103,7 @@ def test_importing_makes_no_cuda_context() -> None:
         assert "PYTORCH_NVML_BASED_CUDA_CHECK" not in os.environ
         print("fine")
     """
-    done = _python(textwrap.dedent(code), CUDA_VISIBLE_DEVICES="0")
+    done = python(code, CUDA_VISIBLE_DEVICES="0")
     assert done.stdout.strip() == "fine", done.stderr
 
 
@@ -132,11 +123,6 @@ def test_threads_take_turns_in_the_interpreter() -> None:
     assert all(torch.equal(out, torch.arange(float(len(out)))) for out in outs)
 
 
-def test_triton_imported_before_in_the_right_mode_is_fine() -> None:
-    done = _python("import triton, kernelbook; print('fine')", TRITON_INTERPRET="1")
-    assert done.stdout.strip() == "fine", done.stderr
-
-
 PLATFORMS = {
     "linux": "which is not installed: pip install 'triton>=3.6' (Linux; no GPU is needed)",
     "darwin": "which has no build for macOS: take a Linux container or virtual machine",
@@ -148,7 +134,7 @@ PLATFORMS = {
 def test_without_triton_one_sentence_says_what_to_do(platform: str, tmp_path: Path) -> None:
     code = f"import sys; sys.platform = {platform!r}; sys.modules['triton'] = None"
     sentence = f"kernelbook needs Triton, {PLATFORMS[platform]}"
-    done = _python(f"{code}; import kernelbook")
+    done = python(f"{code}; import kernelbook")
     *frames, last = done.stderr.splitlines()
     assert done.returncode == 1 and last.startswith(f"ImportError: {sentence}"), done.stderr
     assert sum("File" in line for line in frames) == 2, "raised at the door, not inside"
@@ -166,12 +152,12 @@ def test_without_triton_one_sentence_says_what_to_do(platform: str, tmp_path: Pa
 
 def test_importing_does_no_work() -> None:
     """No drawing library, no table library, nothing measured or written."""
-    done = _python("import sys, kernelbook; print([m for m in ('matplotlib', 'pandas') if m in sys.modules])")
+    done = python("import sys, kernelbook; print([m for m in ('matplotlib', 'pandas') if m in sys.modules])")
     assert done.stdout.strip() == "[]", done.stderr
 
 
 def test_launching_in_compile_only_mode_is_refused() -> None:
-    done = _python("import torch, kernelbook as kb; kb.layer_norm(torch.ones(2, 3))", TRITON_INTERPRET="0")
+    done = python("import torch, kernelbook as kb; kb.layer_norm(torch.ones(2, 3))", TRITON_INTERPRET="0")
     assert done.returncode != 0
     assert "layer_norm: x cannot be used: there is no GPU and TRITON_INTERPRET=0" in done.stderr
 
@@ -215,12 +201,12 @@ V100, T4, H100 = (b"Tesla V100", (7, 0)), (b"Tesla T4", (7, 5)), (b"NVIDIA H100"
 
 
 def test_a_gpu_that_is_too_old_is_said_so_and_the_interpreter_is_chosen() -> None:
-    done = _python(f"GPUS = {[V100]}\n{GPUS}\n{REPORT}")
+    done = python(f"GPUS = {[V100]}\n{GPUS}\n{REPORT}")
     assert done.stdout.strip() == "True False cpu", done.stderr
     sentence = "this GPU (Tesla V100, compute capability 7.0) is too old for Triton, which needs 7.5"
     assert sentence in done.stderr and "on Colab a T4, an L4 or an A100" in done.stderr
     doctor = "import bench\nfrom kernelbook.lab import cli\nbench.CASE_BY_CASE = ()\nprint(cli.doctor())"
-    done = _python(f"GPUS = {[V100]}\n{GPUS}\n{doctor}")
+    done = python(f"GPUS = {[V100]}\n{GPUS}\n{doctor}")
     assert sentence in done.stdout and "interpreted on the CPU" in done.stdout, done.stderr
 
 
@@ -240,7 +226,7 @@ def test_the_pages_say_the_same_of_old_gpus() -> None:
 @pytest.mark.parametrize("gpus", ([H100], [T4], [V100, H100], []))
 def test_newer_gpus_are_used(gpus: list[object]) -> None:
     """Also where an older one stands beside it, and where the driver cannot be asked."""
-    done = _python(
+    done = python(
         f"GPUS = {gpus}\n{GPUS}\nimport kernelbook.runtime as r; print(r.HAS_GPU, r.INTERPRET, repr(r.TOO_OLD))"
     )
     assert done.stdout.strip() == "True False ''", done.stderr
@@ -321,22 +307,7 @@ def test_a_mask_of_a_number_and_a_tile_is_one() -> None:
     assert x.tolist() == [1.0, 1.0, 1.0, 0.0]
 
 
-def test_properties_follow_the_compilation_target() -> None:
-    before = runtime.properties()
-    with runtime.compiling_for("sm_80") as target:
-        assert runtime.properties() is target and target.num_sms == 108
-    assert runtime.properties() == before
-    wrong = f"target must be one of {', '.join(runtime.TARGETS)}, got 'sm_70'"
-    with pytest.raises(ValueError, match=wrong), runtime.compiling_for("sm_70"):
-        pass
-
-
-def test_environment_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("KERNELBOOK_CACHE", str(tmp_path))
-    assert runtime.cache_dir() == tmp_path
-    monkeypatch.delenv("KERNELBOOK_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert runtime.cache_dir() == tmp_path / "xdg" / "kernelbook"
+def test_environment_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "DEVICE", torch.device("cuda"))
     assert not runtime.autotune_enabled()
     monkeypatch.setenv("KERNELBOOK_AUTOTUNE", "1")

@@ -8,13 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
-from tensors import call_with, far_apart, guarded_memory, label, launches, randn, with_tensor_cores
+from tensors import far_apart, guarded_memory, label, randn, refused
 
 import kernelbook as kb
 from kernelbook import arguments, check, operators, runtime
-from kernelbook.lab import timing
 from kernelbook.nn import SparseFFN
 from kernelbook.scatter_ffn import (
     ACTIVATIONS,
@@ -26,7 +23,6 @@ from kernelbook.scatter_ffn import (
 )
 from kernelbook.study import scatter_ffn_with_atomics
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 Tensors = dict[str, torch.Tensor]
 
 
@@ -120,46 +116,28 @@ def _planned(plan: kernels.Plan) -> Iterator[None]:
     operators.forget_plans()
 
 
-@pytest.mark.parametrize(
-    ("gated", "dtype"), ((False, torch.float16), (True, torch.float64)), ids=("plain-float16", "gated-float64")
-)
+@pytest.mark.parametrize("gated", (False, True), ids=("plain", "gated"))
 @pytest.mark.parametrize("name", PLANS)
-def test_every_way_to_compute_it(name: str, gated: bool, dtype: torch.dtype) -> None:
-    if runtime.DEVICE.type == "cuda" and dtype == torch.float64 and name != "packed":
-        pytest.skip("on a GPU float64 goes through cuBLAS")
-    network = _network(3 if "vector" in name else 18, 40, 60, 20, dtype, gated=gated, bias=True)
-    neurons = torch.cat([_neurons(60, 32), _neurons(60, 3)])  # three of them may come twice
-    how = {"neurons": neurons, "activation": "silu" if gated else "gelu"}
+def test_every_way_to_compute_it(name: str, gated: bool) -> None:
+    """Steps and shares of a sum that are not full; nobody looks at neurons that are not listed."""
+    network = _network(3 if "vector" in name else 21, 88, 90, 40, torch.float16, gated=gated, bias=True)
+    neurons = torch.cat([_neurons(90, 50), _neurons(90, 3)])  # three of them may come twice
+    unlisted = ~torch.isin(torch.arange(90, device=neurons.device), neurons)
+    for key in {"w_up", "w_gate", "w_down", "b_up", "b_gate"} & network.keys():
+        network[key][unlisted] = torch.nan
     with _planned(PLANS[name]):
-        check.check_op(
-            functools.partial(kb.scatter_ffn, **how),
-            functools.partial(scatter_ffn_reference, **how),
-            network,
-            grads=("x", "w_down"),
-        )
+        _check_ffn(network, neurons, "silu" if gated else "gelu")
         _check_gather(network, neurons, "gelu_tanh", grads=False)
-
-
-def test_the_rules_name_every_way() -> None:
-    found = set()
-    for dtype in ("float16", "bfloat16", "float32", "float64"):
-        for m in (1, 2, 16, 17, 128, 1024, 2**20):
-            for active in (1, 100, 16384):
-                for target in runtime.TARGETS.values():
-                    plan = kernels.plan(m, 4096, 4096, active, dtype, bool(active % 3), target)
-                    found.add(plan.strategy)
-                    assert plan.up_split >= 1 and plan.down_split >= 1
-    assert found == {"vector", "tiles", "packed"}
 
 
 # --- values and gradients -------------------------------------------------------------------------------------------
 
 
 # (M, K, N, K_out, L): one of everything, sizes that are no powers of two, more than one tile, all neurons.
-PROBLEMS = ((1, 1, 1, 1, 1), (1, 40, 100, 33, 17), (2, 72, 130, 24, 70), (16, 64, 96, 40, 96), (37, 17, 50, 70, 9))
+PROBLEMS = ((1, 40, 100, 33, 17), (2, 72, 130, 24, 70), (16, 64, 96, 40, 96), (37, 17, 50, 70, 9))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=label)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=label)
 @pytest.mark.parametrize("gated", (False, True), ids=("plain", "gated"))
 @pytest.mark.parametrize("problem", PROBLEMS, ids=label)
 def test_outputs_and_gradients(problem: tuple[int, ...], gated: bool, dtype: torch.dtype) -> None:
@@ -168,11 +146,10 @@ def test_outputs_and_gradients(problem: tuple[int, ...], gated: bool, dtype: tor
     _check_ffn(network, _neurons(n, count), "silu" if gated else "relu")
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=label)
 @pytest.mark.parametrize("gated", (False, True), ids=("plain", "gated"))
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_activations(activation: str, gated: bool, dtype: torch.dtype) -> None:
-    network = _network(5, 24, 40, 16, dtype, gated=gated, bias=True)
+def test_activations(activation: str, gated: bool) -> None:
+    network = _network(5, 24, 40, 16, torch.float16, gated=gated, bias=True)
     _check_ffn(network, _neurons(40, 20), activation)
     if not gated:
         _check_gather(network, _neurons(40, 20), activation)
@@ -185,53 +162,6 @@ def test_activations_are_those_of_pytorch_also_far_out() -> None:
         # One row for each value: the product is that value.
         ours = kb.gather_matmul(one, z[:, None], torch.arange(len(z), device=z.device), activation=activation)
         torch.testing.assert_close(ours[0], activation_reference(z, activation), equal_nan=True, rtol=1e-5, atol=1e-6)
-
-
-@given(
-    m=st.integers(1, 40),
-    k=st.integers(1, 70),
-    n=st.integers(1, 90),
-    k_out=st.integers(1, 70),
-    share=st.floats(0, 1.2),
-    gated=st.booleans(),
-    dtype=st.sampled_from((*DTYPES, torch.float64)),
-    index=st.sampled_from((torch.int64, torch.int32)),
-    activation=st.sampled_from(ACTIVATIONS),
-)
-def test_any_shape(
-    m: int,
-    k: int,
-    n: int,
-    k_out: int,
-    share: float,
-    gated: bool,
-    dtype: torch.dtype,
-    index: torch.dtype,
-    activation: str,
-) -> None:
-    neurons = torch.randint(0, n, (round(share * n),), device=runtime.DEVICE).to(index)  # some come twice
-    network = _network(m, k, n, k_out, dtype, gated=gated, bias=bool(m % 2))
-    _check_ffn(network, neurons, activation)
-    _check_gather(network, neurons, activation)
-
-
-@pytest.mark.parametrize(
-    "needed", (("x",), ("w_up",), ("w_down",), ("w_gate", "b_gate"), ("x", "b_up"), ("b_down",)), ids=label
-)
-def test_only_the_gradients_that_are_needed(needed: tuple[str, ...]) -> None:
-    network = _network(5, 24, 40, 16, gated=True, bias=True)
-    how = {"neurons": _neurons(40, 20), "activation": "silu"}
-    check.check_op(
-        functools.partial(kb.scatter_ffn, **how), functools.partial(scatter_ffn_reference, **how), network, grads=needed
-    )
-    rows = how["neurons"]
-    for name in ("x", "weight", "bias"):
-        check.check_op(
-            functools.partial(kb.gather_matmul, rows=rows),
-            functools.partial(gather_matmul_reference, rows=rows),
-            {"x": network["x"], "weight": network["w_up"], "bias": network["b_up"]},
-            grads=(name,),
-        )
 
 
 @pytest.mark.parametrize("gated", (False, True), ids=("plain", "gated"))
@@ -260,44 +190,12 @@ def test_zero_sizes() -> None:
         _check_gather(network, _neurons(n, min(n, 3)))
 
 
-@pytest.mark.parametrize("leading", ((), (3,), (2, 3), (2, 0, 3), (2, 1, 3)), ids=label)
-def test_leading_shapes(leading: tuple[int, ...]) -> None:
-    network = _network(1, 20, 40, 12)
-    network["x"] = randn(*leading, 20)
-    if len(leading) == 3:
-        network["x"] = network["x"].transpose(0, 2)
-    _check_ffn(network, _neurons(40, 11))
-    _check_gather(network, _neurons(40, 11))
-
-
-def _layouts() -> dict[str, Callable[[int, int], torch.Tensor]]:
-    return {
-        "transposed": lambda m, n: randn(n, m, dtype=torch.float16).T,
-        "every other row": lambda m, n: randn(2 * m, n, dtype=torch.float16)[::2],
-        "every other column": lambda m, n: randn(m, 2 * n, dtype=torch.float16)[:, ::2],
-        "expanded rows": lambda m, n: randn(1, n, dtype=torch.float16).expand(m, n),
-        "offset": lambda m, n: randn(m, n + 1, dtype=torch.float16)[:, 1:],
-    }
-
-
-@pytest.mark.parametrize("layout", _layouts())
-@pytest.mark.parametrize("m", (1, 20))
-def test_layouts(m: int, layout: str) -> None:
-    make = _layouts()[layout]
-    network = {"x": make(m, 40), "w_up": make(50, 40), "w_down": make(50, 24), "w_gate": make(50, 40)}
-    network |= {"b_up": randn(100, dtype=torch.float16)[::2], "b_down": randn(48, dtype=torch.float16)[::2]}
-    neurons = torch.randint(0, 50, (60,), device=runtime.DEVICE)[::2]  # the list itself has strides
-    _check_ffn(network, neurons, "silu")
-    _check_gather(network, neurons)
-
-
 # --- what is not listed ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=label)
 @pytest.mark.parametrize("m", (1, 16, 40))
-def test_rows_that_are_not_listed_are_never_read(m: int, dtype: torch.dtype) -> None:
-    network = _network(m, 40, 90, 24, dtype, gated=True, bias=True)
+def test_rows_that_are_not_listed_are_never_read(m: int) -> None:
+    network = _network(m, 40, 90, 24, torch.float16, gated=True, bias=True)
     neurons = _neurons(90, 30)
     clean = kb.scatter_ffn(**network, neurons=neurons, activation="silu")
     gathered = kb.gather_matmul(network["x"], network["w_up"], neurons)
@@ -317,37 +215,10 @@ def test_rows_that_are_not_listed_are_never_read(m: int, dtype: torch.dtype) -> 
             assert not grad[others].any() and grad[~others].any(), name
 
 
-@pytest.mark.parametrize("m", (1, 20))
-def test_the_order_of_the_list_does_not_matter(m: int) -> None:
-    network = _network(m, 40, 90, 24, torch.float16)
-    neurons = _neurons(90, 50)
-    y = kb.scatter_ffn(**network, neurons=neurons)
-    again = kb.scatter_ffn(**network, neurons=neurons.flip(0))
-    exact = scatter_ffn_reference(**{k: v.double() for k, v in network.items()}, neurons=neurons)
-    for result in (y, again):
-        check.compare("y", result, exact, scatter_ffn_reference(**network, neurons=neurons)).require()
-
-
-def test_a_neuron_that_is_listed_twice_counts_twice() -> None:
-    network = _network(3, 24, 40, 16)
-    once = torch.tensor([5, 7, 9], device=runtime.DEVICE)
-    twice = torch.tensor([5, 7, 7, 9, 7], device=runtime.DEVICE)
-    only = torch.tensor([7], device=runtime.DEVICE)
-    y = kb.scatter_ffn(**network, neurons=twice)
-    expected = kb.scatter_ffn(**network, neurons=once) + 2 * kb.scatter_ffn(**network, neurons=only)
-    torch.testing.assert_close(y, expected)
-    _check_ffn(network, twice)
-    _check_gather(network, twice)
-
-
-BAD_IDS = {"too large": [1, 40], "negative": [-1, 2]}
-
-
-@pytest.mark.parametrize("name", BAD_IDS)
-def test_bad_ids_raise(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("bad", ([1, 40], [-1, 2]), ids=("too large", "negative"))
+def test_bad_ids_raise(bad: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KERNELBOOK_DEBUG", "1")
-    ids = torch.tensor(BAD_IDS[name], device=runtime.DEVICE)
-    network = _network(2, 8, 40, 8)
+    ids, network = torch.tensor(bad, device=runtime.DEVICE), _network(2, 8, 40, 8)
     with pytest.raises(ValueError, match=r"scatter_ffn: neurons must lie in \[0, 40\)"):
         kb.scatter_ffn(**network, neurons=ids)
     with pytest.raises(ValueError, match=r"gather_matmul: rows must lie in \[0, 40\)"):
@@ -368,65 +239,14 @@ def test_ids_out_of_range_count_as_no_neuron(name: str, monkeypatch: pytest.Monk
             leaves = {key: t.clone().requires_grad_() for key, t in network.items()}
             y = kb.scatter_ffn(**leaves, neurons=ids, activation="silu")
             gathered = kb.gather_matmul(leaves["x"], leaves["w_up"], ids, bias=leaves["b_up"])
-            columns = [i for i, j in enumerate(ids.tolist()) if 0 <= j < 40]
-            assert (
-                len(columns) == 3
-                and not gathered.detach().clone().index_fill_(1, torch.tensor(columns, device=y.device), 0).any()
-            )
+            columns = torch.tensor([i for i, j in enumerate(ids.tolist()) if 0 <= j < 40], device=y.device)
+            assert len(columns) == 3 and not gathered.detach().clone().index_fill_(1, columns, 0).any()
             gathered = gathered[:, columns]
             results.append((y, gathered, *torch.autograd.grad(y.sum() + gathered.sum(), tuple(leaves.values()))))
     monkeypatch.undo()
     assert untouched()
     for ours, expected in zip(*reversed(results), strict=True):
         torch.testing.assert_close(ours, expected, rtol=2e-3, atol=2e-3)
-
-
-# --- PyTorch's machinery --------------------------------------------------------------------------------------------
-
-
-def test_autocast_is_that_of_linear() -> None:
-    kind = runtime.DEVICE.type
-    network = {k: t.requires_grad_() for k, t in _network(5, 24, 40, 16, gated=True, bias=True).items()}
-    leaves = tuple(network.values())
-    ids = _neurons(40, 40)
-    with torch.autocast(kind, dtype=torch.bfloat16):
-        ours, plain = kb.scatter_ffn(**network, neurons=ids, activation="silu"), dense_ffn(**network, activation="silu")
-        assert kb.gather_matmul(network["x"], network["w_up"], ids).dtype == torch.bfloat16
-    assert ours.dtype == plain.dtype == torch.bfloat16
-    for a, b in zip(torch.autograd.grad(ours.sum(), leaves), torch.autograd.grad(plain.sum(), leaves), strict=True):
-        assert a.dtype == b.dtype == torch.float32
-        assert check.relative_error(a, b) < 0.01
-    outside, again = (kb.scatter_ffn(**network, neurons=ids, activation="silu") for _ in range(2))
-    with torch.autocast(kind, dtype=torch.bfloat16):  # the backward pass of a float32 forward stays float32
-        grads = torch.autograd.grad(outside.sum(), leaves)
-    for a, b in zip(grads, torch.autograd.grad(again.sum(), leaves), strict=True):
-        assert torch.equal(a, b)
-
-
-@with_tensor_cores
-@pytest.mark.parametrize("m", (1, 16))
-def test_two_launches_a_call(m: int) -> None:
-    network, neurons = _network(m, 24, 40, 16, torch.float16, gated=True, bias=True), _neurons(40, 9)
-    assert launches(lambda: kb.gather_matmul(network["x"], network["w_up"], neurons)) == 1
-    assert launches(lambda: kb.scatter_ffn(**network, neurons=neurons, activation="silu")) == 2
-
-
-def test_always_the_same_bits() -> None:
-    network = {k: t.requires_grad_() for k, t in _network(3, 40, 90, 24, torch.float16, gated=True).items()}
-    neurons = torch.cat([_neurons(90, 50), _neurons(90, 10)])
-
-    def run() -> list[torch.Tensor]:
-        y = kb.scatter_ffn(**network, neurons=neurons, activation="silu")
-        return [y, *torch.autograd.grad(y.sum(), tuple(network.values()))]
-
-    first = run()
-    for _ in range(3):
-        assert all(torch.equal(a, b) for a, b in zip(run(), first, strict=True))
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        assert all(torch.equal(a, b) for a, b in zip(run(), first, strict=True))
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 # --- the module -----------------------------------------------------------------------------------------------------
@@ -538,7 +358,6 @@ def test_a_module_from_what_is_none() -> None:
         SparseFFN.from_dense(torch.nn.Linear(3, 4))
     with pytest.raises(ValueError, match=r"the block's activation must be one of relu, .*, got Tanh\(\)"):
         SparseFFN.from_dense(_sequential(torch.nn.Tanh()))
-    assert SparseFFN.from_dense(_sequential(torch.nn.Tanh()), activation="relu").activation == "relu"
 
 
 class _Other(torch.nn.Module):
@@ -559,17 +378,7 @@ class _Other(torch.nn.Module):
         )
 
 
-@pytest.mark.parametrize(
-    "act",
-    (
-        torch.nn.ReLU6(),
-        torch.nn.Hardtanh(0, 6),
-        torch.nn.Hardtanh(0, 900),
-        torch.nn.CELU(),
-        torch.nn.Threshold(-900, 0),
-    ),
-    ids=str,
-)
+@pytest.mark.parametrize("act", (torch.nn.ReLU6(), torch.nn.Hardtanh(0, 900), torch.nn.Threshold(-900, 0)), ids=str)
 def test_an_activation_that_is_another_one_far_away_is_refused(act: torch.nn.Module) -> None:
     with pytest.raises(ValueError, match="the block's activation must be one of relu"):
         SparseFFN.from_dense(_sequential(act))
@@ -640,89 +449,41 @@ def test_projections_of_another_kind_are_named() -> None:
 # --- edges ----------------------------------------------------------------------------------------------------------
 
 
-def _good() -> dict[str, Any]:
-    return {**_network(4, 8, 40, 6), "neurons": torch.tensor([1], device=runtime.DEVICE)}
-
-
-_bad = functools.partial(call_with, kb.scatter_ffn, _good)
-
-
-BAD = {
-    "x is a list": (_bad(x=[1.0]), TypeError, "scatter_ffn: x must be a torch.Tensor, got list"),
-    "x is a scalar": (_bad(x=randn), ValueError, "scatter_ffn: x must have at least one dimension, got a scalar"),
-    "w_up is a vector": (
-        _bad(w_up=lambda: randn(8)),
-        ValueError,
-        r"scatter_ffn: w_up must have two dimensions, got shape \(8,\)",
-    ),
-    "w_up of another width": (
-        _bad(w_up=lambda: randn(40, 9)),
-        ValueError,
-        r"scatter_ffn: w_up must have shape \(40, 8\), got \(40, 9\)",
-    ),
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "x is a scalar": ({"x": randn}, "x must have at least one dimension, got a scalar"),
+    "w_up of another width": ({"w_up": lambda: randn(40, 9)}, r"w_up must have shape \(40, 8\), got \(40, 9\)"),
     "w_down the other way round": (
-        _bad(w_down=lambda: randn(6, 40)),
-        ValueError,
-        r"scatter_ffn: w_down must have shape \(40, K_out\), one row a neuron, got \(6, 40\)",
-    ),
-    "w_gate of another shape": (
-        _bad(w_gate=lambda: randn(40, 9)),
-        ValueError,
-        r"scatter_ffn: w_gate must have shape \(40, 8\), got \(40, 9\)",
+        {"w_down": lambda: randn(6, 40)},
+        r"w_down must have shape \(40, K_out\), one row a neuron, got \(6, 40\)",
     ),
     "w_down of another dtype": (
-        _bad(w_down=lambda: randn(40, 6).half()),
-        TypeError,
-        r"scatter_ffn: w_down must have the dtype of x \(torch.float32\), got torch.float16",
+        {"w_down": lambda: randn(40, 6).half()},
+        r"w_down must have the dtype of x \(torch.float32\), got torch.float16",
     ),
-    "bias of another length": (
-        _bad(b_down=lambda: randn(7)),
-        ValueError,
-        r"scatter_ffn: b_down must have shape \(6,\), got \(7,\)",
-    ),
+    "w_gate of another shape": ({"w_gate": lambda: randn(40, 9)}, r"w_gate must have shape \(40, 8\), got \(40, 9\)"),
+    "bias of another length": ({"b_down": lambda: randn(7)}, r"b_down must have shape \(6,\), got \(7,\)"),
     "a gate's bias without a gate": (
-        _bad(b_gate=lambda: randn(40)),
-        ValueError,
-        "scatter_ffn: b_gate must be None where w_gate is None, got a tensor",
-    ),
-    "weight elsewhere": (
-        _bad(w_down=lambda: torch.empty(40, 6, device="meta")),
-        ValueError,
-        r"scatter_ffn: w_down must be on the device of x \((cpu|cuda:0)\), got meta",
-    ),
-    "neurons are floats": (
-        _bad(neurons=lambda: randn(2)),
-        TypeError,
-        "scatter_ffn: neurons must have dtype int64, int32, got float32",
-    ),
-    "neurons are a matrix": (
-        _bad(neurons=lambda: torch.zeros(1, 1, dtype=torch.int64, device=runtime.DEVICE)),
-        ValueError,
-        r"scatter_ffn: neurons must have one dimension, got shape \(1, 1\)",
+        {"b_gate": lambda: randn(40)},
+        "b_gate must be None where w_gate is None, got a tensor",
     ),
     "unknown activation": (
-        _bad(activation="tanh"),
-        ValueError,
-        "scatter_ffn: activation must be one of 'relu', 'leaky_relu', 'gelu', 'gelu_tanh', 'silu', got 'tanh'",
-    ),
-    "unknown activation of the product": (
-        lambda: kb.gather_matmul(randn(2, 8), randn(4, 8), torch.tensor([1], device=runtime.DEVICE), activation="tanh"),
-        ValueError,
-        "gather_matmul: activation must be one of 'relu'",
-    ),
-    "rows missing": (
-        lambda: kb.gather_matmul(randn(2, 8), randn(4, 8), None),  # type: ignore[arg-type]
-        TypeError,
-        "gather_matmul: rows must be a torch.Tensor, got NoneType",
+        {"activation": "tanh"},
+        "activation must be one of 'relu', 'leaky_relu', 'gelu', 'gelu_tanh', 'silu', got 'tanh'",
     ),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_says_what_is_wrong(name: str) -> None:
-    call, error, message = BAD[name]
-    with pytest.raises(error, match=message):
-        call()
+    changes, message = BAD[name]
+    given = _network(4, 8, 40, 6) | {"neurons": torch.tensor([1], device=runtime.DEVICE)}
+    refused(kb.scatter_ffn, given, changes, f"scatter_ffn: {message}")
+
+
+def test_a_product_of_rows_says_what_is_wrong() -> None:
+    given = {"x": randn(2, 8), "weight": randn(4, 8), "rows": torch.tensor([1], device=runtime.DEVICE)}
+    refused(kb.gather_matmul, given, {"activation": "tanh"}, "gather_matmul: activation must be one of 'relu'")
+    refused(kb.gather_matmul, given, {"rows": None}, "gather_matmul: rows must be a torch.Tensor, got NoneType")
 
 
 @pytest.mark.skipif(not runtime.INTERPRET, reason="the interpreter's overflow check")
@@ -742,85 +503,6 @@ def test_offsets_are_64_bit(name: str, overflow_raises: Callable[[], None]) -> N
 # --- on a GPU -------------------------------------------------------------------------------------------------------
 
 
-# (M, K, N, K_out, L): both sides of every threshold of the rules, sizes that are not aligned, few and many neurons.
-REAL = (
-    (1, 4096, 4096, 4096, 400),
-    (3, 1000, 3000, 520, 700),
-    (16, 4096, 11008, 4096, 1100),
-    (17, 4100, 3000, 4090, 1500),
-    (33, 1024, 4096, 1024, 4096),
-    (64, 2048, 8192, 2048, 100),
-    (100, 4096, 4096, 4096, 1),
-    (128, 4096, 4096, 4096, 2000),
-    (300, 1024, 4096, 1000, 900),
-    (1024, 1024, 4096, 1024, 2500),
-    (4096, 512, 2048, 512, 1024),
-)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES, ids=label)
-@pytest.mark.parametrize("gated", (False, True), ids=("plain", "gated"))
-@pytest.mark.parametrize("problem", REAL, ids=label)
-def test_real_sizes(problem: tuple[int, ...], gated: bool, dtype: torch.dtype) -> None:
-    m, k, n, k_out, count = problem
-    network = _network(m, k, n, k_out, dtype, gated=gated, bias=True)
-    neurons = torch.cat([_neurons(n, count - count // 10), _neurons(n, count // 10)])
-    # PyTorch does not use tf32 for a single neuron, so there is nothing to compare with.
-    for tf32 in (False, True) if dtype == torch.float32 and count > 1 else (False,):
-        with timing.allow_tf32(tf32):
-            _check_ffn(network, neurons, "silu" if gated else "relu")
-            if not gated:
-                _check_gather(network, neurons, "gelu")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("m", (1, 8, 16, 32, 64, 128, 256, 1024))
-def test_bitwise_reproducible(m: int) -> None:
-    network = _network(m, 4096, 16384, 4096, torch.bfloat16)
-    for count in (330, 1638, 8192) if m <= 128 else (1638,):
-        neurons = _neurons(16384, count)
-        first = kb.scatter_ffn(**network, neurons=neurons)
-        junk = torch.empty(2**24, device=runtime.DEVICE)
-        for i in range(250):
-            if i % 10 == 0:
-                junk.random_()  # other work in the caches
-            assert torch.equal(kb.scatter_ffn(**network, neurons=neurons), first)
-
-
-@pytest.mark.gpu
-def test_gradients_are_bitwise_reproducible() -> None:
-    network = {k: t.requires_grad_() for k, t in _network(64, 1024, 4096, 1024, torch.bfloat16, gated=True).items()}
-    neurons = torch.randint(0, 4096, (1000,), device=runtime.DEVICE)
-
-    def run() -> list[torch.Tensor]:
-        y = kb.scatter_ffn(**network, neurons=neurons, activation="silu")
-        return [y, *torch.autograd.grad(y.float().square().sum(), tuple(network.values()))]
-
-    first = run()
-    for _ in range(50):
-        assert all(torch.equal(a, b) for a, b in zip(run(), first, strict=True))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("m", (1, 16, 128, 1024))
-@pytest.mark.parametrize("gated", (False, True), ids=("plain", "gated"))
-def test_cuda_graph_with_new_neurons(m: int, gated: bool) -> None:
-    """The list may change between replays."""
-    network = _network(m, 1024, 4096, 1024, torch.bfloat16, gated=gated)
-    neurons = _neurons(4096, 500)
-    kb.scatter_ffn(**network, neurons=neurons)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = kb.scatter_ffn(**network, neurons=neurons)
-    for _ in range(20):
-        neurons.copy_(_neurons(4096, 500))
-        network["x"].normal_()
-        graph.replay()
-        assert torch.equal(y, kb.scatter_ffn(**network, neurons=neurons))
-
-
 @pytest.mark.gpu
 @pytest.mark.alone
 def test_calls_follow_each_other_closely() -> None:
@@ -836,22 +518,8 @@ def test_calls_follow_each_other_closely() -> None:
         assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
 
 
-@pytest.mark.gpu
-@pytest.mark.alone
-def test_first_call_is_short() -> None:
-    from bench import scatter_ffn as bench
-
-    for case in bench.cases():
-        if case.mode == "first_call":
-            problem = case.build()
-            assert isinstance(problem, timing.FirstCall)
-            for code in problem.providers.values():
-                assert timing.first_call_ms(code) < 10_000
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=label)
-def test_with_atomics(dtype: torch.dtype) -> None:
-    network = _network(18, 40, 60, 20, dtype)
+def test_with_atomics() -> None:
+    network = _network(18, 40, 60, 20, torch.float16)
     neurons = torch.cat([_neurons(60, 32), _neurons(60, 3)])  # three of them may come twice
     ours = functools.partial(scatter_ffn_with_atomics, neurons=neurons, activation="gelu", block_l=16)
     reference = functools.partial(scatter_ffn_reference, neurons=neurons, activation="gelu")
@@ -862,40 +530,13 @@ def test_with_atomics(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     (
-        ({"w_up": torch.empty(60, 39)}, r"scatter_ffn_with_atomics: w_up must have shape \(60, 40\), got \(60, 39\)"),
-        ({"block_l": 48}, "scatter_ffn_with_atomics: block_l must be a power of two, got 48"),
-        ({"block_l": 8}, "scatter_ffn_with_atomics: block_l must be at least 16, got 8"),
-        ({"activation": "tanh"}, "scatter_ffn_with_atomics: activation must be one of"),
+        ({"w_up": lambda: randn(60, 39)}, r"w_up must have shape \(60, 40\), got \(60, 39\)"),
+        ({"block_l": 48}, "block_l must be a power of two, got 48"),
+        ({"block_l": 8}, "block_l must be at least 16, got 8"),
+        ({"activation": "tanh"}, "activation must be one of"),
     ),
     ids=("shape", "block", "small block", "activation"),
 )
 def test_with_atomics_bad_input(changes: dict[str, Any], message: str) -> None:
-    network = _network(2, 40, 60, 20)
-    changes = {name: v.to(runtime.DEVICE) if isinstance(v, torch.Tensor) else v for name, v in changes.items()}
-    with pytest.raises(ValueError, match=message):
-        scatter_ffn_with_atomics(**{**network, "neurons": _neurons(60, 4), **changes})
-
-
-def test_with_atomics_wants_no_order() -> None:
-    given = {**_network(2, 40, 60, 20), "neurons": _neurons(60, 4)}
-    with kb.same_bits(), pytest.raises(ValueError, match=r"scatter_ffn_with_atomics: same_bits\(\) must be off"):
-        scatter_ffn_with_atomics(**given)
-    torch.use_deterministic_algorithms(True)
-    try:
-        with pytest.raises(RuntimeError, match="scatter_ffn_with_atomics has no deterministic implementation"):
-            scatter_ffn_with_atomics(**given)
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.gpu
-def test_dense_from_the_list_of_all() -> None:
-    network = _network(8, 1024, 4096, 1024, torch.bfloat16)
-    everything = torch.arange(4096, device=runtime.DEVICE)
-    ours = kb.scatter_ffn(**network, neurons=everything)
-    exact = dense_ffn(**{k: v.double() for k, v in network.items()})
-    check.compare("y", ours, exact, dense_ffn(**network)).require()
-    assert torch.equal(
-        kb.scatter_ffn(**network, neurons=None),
-        F.linear(F.linear(network["x"], network["w_up"]).relu(), network["w_down"].t()),
-    )
+    given = _network(2, 40, 60, 20) | {"neurons": _neurons(60, 4)}
+    refused(scatter_ffn_with_atomics, given, changes, f"scatter_ffn_with_atomics: {message}")

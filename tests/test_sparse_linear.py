@@ -3,19 +3,15 @@
 import functools
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
-from tensors import call_with, far_apart, guarded_memory, label, launches, randn, with_tensor_cores
+from tensors import guarded_memory, label, randn, refused, with_tensor_cores
 
 import kernelbook as kb
 from kernelbook import arguments, check, operators, runtime
-from kernelbook.lab import timing
 from kernelbook.nn import SparseLinear
 from kernelbook.sparse_linear import (
     gather_cublas_backward,
@@ -28,17 +24,7 @@ from kernelbook.sparse_linear import (
     sparse_linear_reference,
 )
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MODES = ("sparse_dw", "sparse_dw_dx")
-
-
-@pytest.fixture
-def _forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No plan of before, and none that outlives the test."""
-    operators.forget_plans()
-    yield
-    monkeypatch.undo()
-    operators.forget_plans()
 
 
 def _chunks(d_out: int, chunk: int, count: int) -> torch.Tensor:
@@ -92,16 +78,14 @@ def _check_all(
 # two, one active chunk, all of them.
 PROBLEMS = (
     (70, 48, 256, 64, 2),
-    (70, 40, 130, 64, 3),
     (33, 20, 100, 24, 3),
     (130, 72, 96, 16, 1),
-    (5, 7, 90, 48, 2),
     (40, 136, 300, 128, 2),
     (1, 1, 17, 16, 1),
 )
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=label)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=label)
 @pytest.mark.parametrize("problem", PROBLEMS, ids=label)
 def test_outputs_and_gradients(problem: tuple[int, ...], dtype: torch.dtype) -> None:
     m, d_in, d_out, chunk, count = problem
@@ -111,41 +95,12 @@ def test_outputs_and_gradients(problem: tuple[int, ...], dtype: torch.dtype) -> 
     )  # fmt: skip
 
 
-@given(
-    m=st.integers(1, 40),
-    d_in=st.integers(1, 70),
-    d_out=st.integers(1, 150),
-    chunk=st.integers(16, 70),
-    share=st.floats(0, 1),
-    dtype=st.sampled_from((*DTYPES, torch.float64)),
-    index=st.sampled_from((torch.int64, torch.int32)),
-)
-def test_any_shape(
-    m: int, d_in: int, d_out: int, chunk: int, share: float, dtype: torch.dtype, index: torch.dtype
-) -> None:
-    ids = _chunks(d_out, chunk, round(share * -(-d_out // chunk))).to(index)
-    given = {"active_chunks": ids, "chunk_size": chunk}
-    inputs = {"x": randn(m, d_in, dtype=dtype), "weight": randn(d_out, d_in, dtype=dtype)}
-    for mode in MODES:
-        check.check_op(
-            functools.partial(kb.sparse_linear, mode=mode, **given),
-            functools.partial(sparse_linear_reference, mode=mode, **given),
-            inputs,
-            grads=("x", "weight"),
-        )
-    check.check_op(
-        functools.partial(kb.sparse_forward, bias=None, **given),
-        functools.partial(sparse_forward_reference, bias=None, **given),
-        inputs,
-    )
-
-
 def _plan(r: int, d: int, k: int, split: int, boxes: bool) -> kernels.Plan:
     blocks = {"BLOCK_R": r, "BLOCK_D": d, "BLOCK_K": k, "GROUP": 8}
     return kernels.Plan(kernels.triton.Config(blocks, num_warps=4, num_stages=3), split, boxes)
 
 
-PLANS = [_plan(64, 32, 32, split, boxes) for split in (1, 2, 3) for boxes in (False, True)]
+PLANS = [_plan(64, 32, 32, split, boxes) for split in (1, 3) for boxes in (False, True)]
 # The last but one has steps of two chunks and the last tiles of half a chunk: neither may read dX or dW in boxes.
 PLANS += [_plan(128, 64, 64, 1, True), _plan(64, 32, 128, 1, True), _plan(32, 32, 16, 1, True)]
 
@@ -153,50 +108,28 @@ PLANS += [_plan(128, 64, 64, 1, True), _plan(64, 32, 128, 1, True), _plan(32, 32
 @pytest.mark.parametrize(
     "plan", PLANS, ids=lambda p: f"{p.config.kwargs['BLOCK_R']}-{p.config.kwargs['BLOCK_K']}-{p.split}-{p.boxes}"
 )
-@pytest.mark.parametrize("dtype", (torch.float16, torch.float64), ids=label)
 @pytest.mark.parametrize("wanted", ("dw", "dx", "both", "compact"))
-@pytest.mark.usefixtures("_forgotten")
-def test_every_way_to_cut_the_work(
-    plan: kernels.Plan, dtype: torch.dtype, wanted: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if runtime.DEVICE.type == "cuda" and dtype == torch.float64:
-        pytest.skip("on a GPU float64 goes through cuBLAS")
+def test_every_way_to_cut_the_work(plan: kernels.Plan, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
     m, d_in, d_out, chunk = 100, 72, 304, 64
-    x, weight, dy = randn(m, d_in, dtype=dtype), randn(d_out, d_in, dtype=dtype), randn(m, d_out, dtype=dtype)
+    inputs = {name: randn(*s).half() for name, s in (("dy", (m, d_out)), ("x", (m, d_in)), ("weight", (d_out, d_in)))}
     ids = _chunks(d_out, chunk, 3)
-    with_dw, with_dx, compact = wanted != "dx", wanted != "dw", wanted == "compact"
     monkeypatch.setattr(kernels, "strategy", lambda *_: "tiles")
     monkeypatch.setattr(kernels, "plan_backward", lambda *_: plan)
-    needs = (with_dx, with_dw, with_dw)
-    with check.poisoned_empty():
-        dx, dw, db = op.products(dy, x, weight, ids, chunk, None, False, False, compact, needs)
-    tolerance = 2e-3 if dtype == torch.float16 else 1e-13
-    if with_dw:
-        exact = sparse_dw_reference(x.double(), dy.double(), ids, chunk_size=chunk, compact=compact)
-        assert check.relative_error(dw, exact[0]) < tolerance
-        assert check.relative_error(db, exact[1]) < tolerance
-    if with_dx:
-        assert check.relative_error(dx, sparse_dx_reference(dy.double(), weight.double(), ids)) < tolerance
+    needs = (wanted != "dw", wanted != "dx", wanted != "dx")
+
+    def ours(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
+        return op.products(dy, x, weight, ids, chunk, None, False, False, wanted == "compact", needs)
+
+    def reference(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
+        dw = sparse_dw_reference(x, dy, ids, chunk_size=chunk, compact=wanted == "compact")
+        all_three = (sparse_dx_reference(dy, weight, ids, chunk_size=chunk), *dw)
+        return [t for t, needed in zip(all_three, needs, strict=True) if needed]
+
+    check.check_op(ours, reference, inputs, forward_factor=check.GRADIENT_FACTOR)
 
 
-@pytest.mark.parametrize("needed", (("x",), ("weight",), ("bias",), ("weight", "bias"), ("x", "bias")), ids=label)
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=label)
-def test_only_the_gradients_that_are_needed(needed: tuple[str, ...], dtype: torch.dtype) -> None:
-    given = {"active_chunks": _chunks(70, 16, 2), "chunk_size": 16}
-    inputs = {"x": randn(20, 33, dtype=dtype), "weight": randn(70, 33, dtype=dtype), "bias": randn(70, dtype=dtype)}
-    for mode in MODES:
-        check.check_op(
-            functools.partial(kb.sparse_linear, mode=mode, **given),
-            functools.partial(sparse_linear_reference, mode=mode, **given),
-            inputs,
-            grads=needed,
-        )
-
-
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=label)
-def test_no_active_chunk_and_all_of_them(dtype: torch.dtype) -> None:
-    x, weight, bias = randn(9, 24, dtype=dtype), randn(70, 24, dtype=dtype), randn(70, dtype=dtype)
-    dy = randn(9, 70, dtype=dtype)
+def test_no_active_chunk_and_all_of_them() -> None:
+    x, weight, bias, dy = (randn(*shape, dtype=torch.float16) for shape in ((9, 24), (70, 24), (70,), (9, 70)))
     none, every = _chunks(70, 16, 0), _chunks(70, 16, 5)
     _check_all(x, weight, bias, dy, none, 16)
     _check_all(x, weight, bias, dy, every, 16)
@@ -215,35 +148,8 @@ def test_without_ids_and_in_mode_dense_it_is_linear() -> None:
             assert torch.equal(a, b)
 
 
-def _layouts() -> dict[str, Callable[[int, int], torch.Tensor]]:
-    return {
-        "transposed": lambda m, n: randn(n, m, dtype=torch.float16).T,
-        "every other row": lambda m, n: randn(2 * m, n, dtype=torch.float16)[::2],
-        "every other column": lambda m, n: randn(m, 2 * n, dtype=torch.float16)[:, ::2],
-        "expanded rows": lambda m, n: randn(1, n, dtype=torch.float16).expand(m, n),
-        "expanded": lambda m, n: randn(1, 1, dtype=torch.float16).expand(m, n),
-        "offset": lambda m, n: randn(m, n + 1, dtype=torch.float16)[:, 1:],
-    }
-
-
-@pytest.mark.parametrize("layout", _layouts())
-@pytest.mark.parametrize("chunk", (16, 64))
-def test_layouts(layout: str, chunk: int) -> None:
-    make = _layouts()[layout]
-    bias = randn(300, dtype=torch.float16)[::2]
-    _check_all(make(34, 40), make(150, 40), bias, make(34, 150), _chunks(300, 2 * chunk, 2), chunk)
-
-
-@pytest.mark.parametrize("leading", ((), (3,), (2, 3), (2, 0, 3), (2, 1, 3)), ids=label)
-def test_leading_shapes(leading: tuple[int, ...]) -> None:
-    x, weight, bias, dy = randn(*leading, 20), randn(40, 20), randn(40), randn(*leading, 40)
-    if len(leading) == 3:
-        x, dy = x.transpose(0, 2), dy.transpose(0, 2)
-    _check_all(x, weight, bias, dy, _chunks(40, 16, 2), 16)
-
-
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=label)
-def test_zero_sizes(dtype: torch.dtype) -> None:
+def test_zero_sizes() -> None:
+    dtype = torch.float16
     for m, d_in, d_out in ((0, 8, 40), (4, 0, 40), (4, 8, 0)):
         x, weight, dy = randn(m, d_in, dtype=dtype), randn(d_out, d_in, dtype=dtype), randn(m, d_out, dtype=dtype)
         _check_all(x, weight, randn(d_out, dtype=dtype), dy, _chunks(d_out, 16, 2), 16)
@@ -252,12 +158,11 @@ def test_zero_sizes(dtype: torch.dtype) -> None:
 # --- what an inactive chunk holds -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=label)
 @pytest.mark.parametrize(("chunk", "d_out", "d_in"), ((16, 90, 24), (64, 300, 24), (64, 150, 4104)))
-def test_inactive_chunks_are_zero_and_do_not_leak(chunk: int, d_out: int, d_in: int, dtype: torch.dtype) -> None:
+def test_inactive_chunks_are_zero_and_do_not_leak(chunk: int, d_out: int, d_in: int) -> None:
     # At 4104 inputs the zeros of a chunk are more than one program writes.
     assert (chunk * d_in > kernels.ZERO_PIECE) == (d_in == 4104)
-    x, weight, dy = randn(37, d_in, dtype=dtype), randn(d_out, d_in, dtype=dtype), randn(37, d_out, dtype=dtype)
+    x, weight, dy = (randn(*shape, dtype=torch.float16) for shape in ((37, d_in), (d_out, d_in), (37, d_out)))
     ids = _chunks(d_out, chunk, 2)
     mask = torch.zeros(-(-d_out // chunk), dtype=torch.bool, device=x.device).index_fill_(0, ids, True)
     mask = mask.repeat_interleave(chunk)[:d_out]
@@ -269,27 +174,18 @@ def test_inactive_chunks_are_zero_and_do_not_leak(chunk: int, d_out: int, d_in: 
     assert (dw[~mask] == 0).all() and (db[~mask] == 0).all() and (y[:, ~mask] == 0).all()
     assert all(bool(torch.isfinite(t).all()) for t in (dw, db, dx, y))
     assert dw[mask].any() and db[mask].any()
-    exact = gather_cublas_backward(
-        x.double(), weight.double(), torch.where(mask, dy, 0).double()[:, mask], ids[:0], chunk_size=chunk
-    )
-    assert exact[0].shape == weight.shape
-    torch.testing.assert_close(
-        dx.double(),
-        dy[:, mask].double() @ weight[mask].double(),
-        rtol=0.02,
-        atol=0.2 if dtype != torch.float32 else 1e-4,
-    )
+    exact = dy[:, mask].double() @ weight[mask].double()
+    check.compare("dx", dx, exact, dy[:, mask] @ weight[mask], factor=check.GRADIENT_FACTOR).require()
 
 
 def test_compact_rows_of_a_shorter_chunk_are_zero() -> None:
-    for dtype in (torch.float32, torch.float16):
-        x, dy, weight = randn(20, 24, dtype=dtype), randn(20, 70, dtype=dtype), randn(70, 24, dtype=dtype)
-        ids = torch.tensor([4, 1], device=x.device)  # chunk 4 has 6 features
-        with check.poisoned_empty():
-            dw, db = kb.sparse_dw(x, dy, ids, chunk_size=16, compact=True)
-            y = kb.sparse_forward(x, weight, None, ids, chunk_size=16, compact=True)
-        assert (dw[6:16] == 0).all() and (db[6:16] == 0).all() and (y[:, 6:16] == 0).all()
-        assert dw[:6].all() and dw[16:].all()
+    x, dy, weight = (randn(*shape, dtype=torch.float16) for shape in ((20, 24), (20, 70), (70, 24)))
+    ids = torch.tensor([4, 1], device=x.device)  # chunk 4 has 6 features
+    with check.poisoned_empty():
+        dw, db = kb.sparse_dw(x, dy, ids, chunk_size=16, compact=True)
+        y = kb.sparse_forward(x, weight, None, ids, chunk_size=16, compact=True)
+    assert (dw[6:16] == 0).all() and (db[6:16] == 0).all() and (y[:, 6:16] == 0).all()
+    assert dw[:6].all() and dw[16:].all()
 
 
 BAD_IDS = {"too large": [1, 5], "negative": [-1, 2], "twice": [3, 1, 3]}
@@ -313,12 +209,11 @@ def test_bad_ids_raise(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("chunk", (16, 64))
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=label)
-def test_ids_out_of_range_write_nowhere(chunk: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ids_out_of_range_write_nowhere(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU such ids are not looked for: they count as no chunk, though their lower 32 bits may be those of one."""
     monkeypatch.setattr(arguments, "check_index_values", lambda *args, **kwargs: None)
     d_out = 5 * chunk - 8  # rows that tensor descriptors can read
-    x, weight, dy = randn(20, 24, dtype=dtype), randn(d_out, 24, dtype=dtype), randn(20, d_out, dtype=dtype)
+    x, weight, dy = (randn(*shape, dtype=torch.float16) for shape in ((20, 24), (d_out, 24), (20, d_out)))
     good = torch.tensor([3, 1], device=x.device)
     bad = torch.tensor([-1, 3, 5, 2**33 + 2, 1, -(2**32)], device=x.device)
     untouched = guarded_memory(monkeypatch)
@@ -338,53 +233,12 @@ def test_ids_out_of_range_write_nowhere(chunk: int, dtype: torch.dtype, monkeypa
 # --- PyTorch's machinery --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ("dense", *MODES))
-def test_gradients_are_those_of_the_masked_reference(mode: str) -> None:
-    """The gradients of the sparse modes are not the derivative, so float64 autograd with the same mask is the judge."""
-    leaves = [t.double().requires_grad_() for t in (randn(2, 7, 12), randn(70, 12), randn(70))]
-    given = {"active_chunks": _chunks(70, 16, 3), "chunk_size": 16, "mode": mode}
-    ours, exact = kb.sparse_linear(*leaves, **given), sparse_linear_reference(*leaves, **given)
-    torch.testing.assert_close(ours, exact)
-    dy = torch.randn_like(exact)
-    for a, b in zip(torch.autograd.grad(ours, leaves, dy), torch.autograd.grad(exact, leaves, dy), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-
-
 def test_baselines_compute_the_same() -> None:
     x, weight, dy, ids = randn(9, 12), randn(96, 12), randn(9, 96), _chunks(96, 16, 3)
     exact = (*sparse_dw_reference(x, dy, ids, chunk_size=16), sparse_dx_reference(dy, weight, ids, chunk_size=16))
     for baseline in (python_loop_backward, gather_cublas_backward):
         for ours, ref in zip(baseline(x, weight, dy, ids, chunk_size=16), exact, strict=True):
             torch.testing.assert_close(ours, ref, rtol=1e-4, atol=1e-5)
-
-
-@with_tensor_cores
-def test_one_launch_a_call() -> None:
-    x, weight, dy = (randn(*s, dtype=torch.float16) for s in ((5, 24), (72, 24), (5, 72)))
-    ids = _chunks(72, 16, 2)
-    assert launches(lambda: kb.sparse_forward(x, weight, None, ids, chunk_size=16)) == 1
-    assert launches(lambda: kb.sparse_dw(x, dy, ids, chunk_size=16)) == 1
-    assert launches(lambda: kb.sparse_dx(dy, weight, ids, chunk_size=16)) == 1
-    assert launches(lambda: kb.sparse_backward(x, weight, dy, ids, chunk_size=16)) == 1
-
-
-def test_autocast_is_that_of_linear() -> None:
-    kind = runtime.DEVICE.type
-    leaves = [t.requires_grad_() for t in (randn(5, 24), randn(70, 24), randn(70))]
-    ids = _chunks(70, 16, 5)
-    with torch.autocast(kind, dtype=torch.bfloat16):
-        ours, plain = kb.sparse_linear(*leaves, ids, chunk_size=16, mode="sparse_dw_dx"), F.linear(*leaves)
-        assert kb.sparse_dx(ours, leaves[1], ids, chunk_size=16).dtype == torch.bfloat16
-    assert ours.dtype == plain.dtype == torch.bfloat16
-    for a, b in zip(torch.autograd.grad(ours.sum(), leaves), torch.autograd.grad(plain.sum(), leaves), strict=True):
-        assert a.dtype == b.dtype == torch.float32
-        torch.testing.assert_close(a, b, rtol=0.02, atol=0.02)
-    outside = kb.sparse_linear(*leaves, ids[:3], chunk_size=16, mode="sparse_dw_dx")
-    outside_again = kb.sparse_linear(*leaves, ids[:3], chunk_size=16, mode="sparse_dw_dx")
-    with torch.autocast(kind, dtype=torch.bfloat16):  # the backward pass of a float32 forward stays float32
-        grads = torch.autograd.grad(outside.sum(), leaves)
-    for ours, exact in zip(grads, torch.autograd.grad(outside_again.sum(), leaves), strict=True):
-        assert torch.equal(ours, exact)
 
 
 @pytest.mark.parametrize("frozen", ("x", "weight"))
@@ -419,136 +273,53 @@ def test_a_module_trains_its_active_chunks() -> None:
 # --- edges ----------------------------------------------------------------------------------------------------------
 
 
-def _good() -> dict[str, Any]:
-    return {
-        "x": randn(4, 8),
-        "weight": randn(70, 8),
-        "bias": randn(70),
-        "active_chunks": torch.tensor([1], device=runtime.DEVICE),
-        "chunk_size": 16,
-    }
-
-
-_bad = functools.partial(call_with, kb.sparse_linear, _good)
-
-
-BAD = {
-    "x is a list": (_bad(x=[1.0]), TypeError, "sparse_linear: x must be a torch.Tensor, got list"),
-    "x is a scalar": (_bad(x=randn), ValueError, "sparse_linear: x must have at least one dimension, got a scalar"),
-    "weight is a vector": (
-        _bad(weight=lambda: randn(8)),
-        ValueError,
-        r"sparse_linear: weight must have two dimensions, got shape \(8,\)",
-    ),
-    "weight of another width": (
-        _bad(weight=lambda: randn(70, 9)),
-        ValueError,
-        r"sparse_linear: weight must have shape \(70, 8\), got \(70, 9\)",
-    ),
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "x is a scalar": ({"x": randn}, "x must have at least one dimension, got a scalar"),
+    "weight of another width": ({"weight": lambda: randn(70, 9)}, r"weight must have shape \(70, 8\), got \(70, 9\)"),
     "weight of another dtype": (
-        _bad(weight=lambda: randn(70, 8).half()),
-        TypeError,
-        r"sparse_linear: weight must have the dtype of x \(torch.float32\), got torch.float16",
+        {"weight": lambda: randn(70, 8).half()},
+        r"weight must have the dtype of x \(torch.float32\), got torch.float16",
     ),
-    "bias of another length": (
-        _bad(bias=lambda: randn(69)),
-        ValueError,
-        r"sparse_linear: bias must have shape \(70,\), got \(69,\)",
-    ),
-    "weight elsewhere": (
-        _bad(weight=lambda: torch.empty(70, 8, device="meta")),
-        ValueError,
-        r"sparse_linear: weight must be on the device of x \((cpu|cuda:0)\), got meta",
-    ),
-    "ids are floats": (
-        _bad(active_chunks=lambda: randn(2)),
-        TypeError,
-        "sparse_linear: active_chunks must have dtype int64, int32, got float32",
-    ),
-    "ids are a matrix": (
-        _bad(active_chunks=lambda: torch.zeros(1, 1, dtype=torch.int64, device=runtime.DEVICE)),
-        ValueError,
-        r"sparse_linear: active_chunks must have one dimension, got shape \(1, 1\)",
-    ),
-    "small chunks": (
-        _bad(chunk_size=15),
-        ValueError,
-        "sparse_linear: chunk_size must be at least 16, got 15",
-    ),
-    "unknown mode": (
-        _bad(mode="sparse"),
-        ValueError,
-        "sparse_linear: mode must be one of 'dense', 'sparse_dw', 'sparse_dw_dx', got 'sparse'",
-    ),
-    "dy of another length": (
-        lambda: kb.sparse_dw(randn(4, 8), randn(5, 70), torch.tensor([1], device=runtime.DEVICE)),
-        ValueError,
-        r"sparse_dw: dy must have shape \(4, 70\), got \(5, 70\)",
-    ),
-    "dy of another width": (
-        lambda: kb.sparse_dx(randn(4, 71), randn(70, 8), torch.tensor([1], device=runtime.DEVICE)),
-        ValueError,
-        r"sparse_dx: dy must have shape \(4, 70\), got \(4, 71\)",
-    ),
+    "bias of another length": ({"bias": lambda: randn(69)}, r"bias must have shape \(70,\), got \(69,\)"),
+    "small chunks": ({"chunk_size": 15}, "chunk_size must be at least 16, got 15"),
+    "unknown mode": ({"mode": "sparse"}, "mode must be one of 'dense', 'sparse_dw', 'sparse_dw_dx', got 'sparse'"),
 }
+
+
+def _good() -> dict[str, Any]:
+    ids = torch.tensor([1], device=runtime.DEVICE)
+    return {"x": randn(4, 8), "weight": randn(70, 8), "bias": randn(70), "active_chunks": ids, "chunk_size": 16}
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_says_what_is_wrong(name: str) -> None:
-    call, error, message = BAD[name]
-    with pytest.raises(error, match=message):
-        call()
+    changes, message = BAD[name]
+    refused(kb.sparse_linear, _good(), changes, f"sparse_linear: {message}")
 
 
-@pytest.mark.skipif(not runtime.INTERPRET, reason="the interpreter's overflow check")
-@pytest.mark.parametrize("dtype", (torch.float16, torch.float32), ids=label)
-def test_offsets_are_64_bit(dtype: torch.dtype, overflow_raises: Callable[[], None]) -> None:
-    """Two rows of x and dY lie 2^31 + 8 elements apart, the last row of W as far from the first."""
-    d_in, d_out, chunk = 24, 48, 16
-    far, step = 2**31 + 8, 2**26 + 8
-    ids = torch.tensor([2, 0])
-    dense = [randn(2, d_in, dtype=dtype), randn(2, d_out, dtype=dtype), randn(d_out, d_in, dtype=dtype)]
-    x, dy, weight = (far_apart(t, stride) for t, stride in zip(dense, (far, far, step), strict=True))
-    expected = kb.sparse_backward(dense[0], dense[2], dense[1], ids, chunk_size=chunk)
-    y = kb.sparse_forward(dense[0], dense[2], None, ids, chunk_size=chunk)
-    overflow_raises()
-    for a, b in zip(kb.sparse_backward(x, weight, dy, ids, chunk_size=chunk), expected, strict=True):
-        torch.testing.assert_close(a, b)
-    torch.testing.assert_close(kb.sparse_forward(x, weight, None, ids, chunk_size=chunk), y)
-
-
-@pytest.mark.parametrize("target", sorted(runtime.TARGETS))
-def test_plans_cover_every_shape(target: str) -> None:
-    properties = runtime.TARGETS[target]
-    for itemsize in kernels.TILES:
-        for m in (1, 100, 8192, 2**20):
-            for active in (16, 1664, 16384):
-                plan = kernels.plan_backward(m, 4096, active, itemsize, True, True, False, properties)
-                assert plan.split >= 1 and plan.config.num_stages >= 2
-    assert properties.has_tma == (target in ("sm_90", "sm_100", "sm_103", "sm_120", "sm_121"))
-    long = kernels.plan_backward(2**20, 64, 64, 2, True, False, False, properties)
-    assert long.split > 1  # one tile of dW, so the rows are shared
+def test_a_gradient_of_another_shape_is_refused() -> None:
+    ids = torch.tensor([1], device=runtime.DEVICE)
+    with pytest.raises(ValueError, match=r"sparse_dw: dy must have shape \(4, 70\), got \(5, 70\)"):
+        kb.sparse_dw(randn(4, 8), randn(5, 70), ids)
+    with pytest.raises(ValueError, match=r"sparse_dx: dy must have shape \(4, 70\), got \(4, 71\)"):
+        kb.sparse_dx(randn(4, 71), randn(70, 8), ids)
 
 
 @with_tensor_cores
-@pytest.mark.usefixtures("_forgotten")
 @pytest.mark.parametrize("m", (1, 40))
 def test_large_and_not_aligned_is_packed(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such rows are copied together for cuBLAS; here a problem counts as large from the first operation on."""
     monkeypatch.setattr(kernels, "SMALL_FLOP", 0.0)
     packed, run = [], op.run_packed
     monkeypatch.setattr(op, "run_packed", lambda *args: (packed.append(args), run(*args)))
-    x, weight, dy = (randn(*s, dtype=torch.float16) for s in ((m, 21), (70, 21), (m, 70)))
-    _check_all(x, weight, randn(70, dtype=torch.float16), dy, _chunks(70, 16, 3), 16)
-    assert packed
-    packed.clear()
-    x, weight, dy = (randn(*s, dtype=torch.float16) for s in ((m, 24), (72, 24), (m, 72)))
-    _check_all(x, weight, randn(72, dtype=torch.float16), dy, _chunks(72, 16, 3), 16)
-    assert not packed
+    for d_in, d_out in ((21, 70), (24, 72)):
+        packed.clear()
+        x, weight, bias, dy = (randn(*s).half() for s in ((m, d_in), (d_out, d_in), (d_out,), (m, d_out)))
+        _check_all(x, weight, bias, dy, _chunks(d_out, 16, 3), 16)
+        assert bool(packed) == (d_in == 21)
 
 
 @with_tensor_cores
-@pytest.mark.usefixtures("_forgotten")
 @pytest.mark.parametrize(("limit", "chunk"), (("UNBOXED_FLOP", 16), ("UNBOXED_FLOP", 40), ("SMALL_FLOP", 17)))
 def test_large_with_chunks_that_no_box_fits_is_packed(limit: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The columns of dY end with their chunk; a product that takes no part of dY from a chunk is left as it is."""
@@ -588,93 +359,13 @@ for again, once in zip(torch.autograd.grad(y, leaves, dy), first, strict=True):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16), ids=label)
-@pytest.mark.parametrize("tf32", (False, True))
-@pytest.mark.parametrize(
-    ("problem", "count"),
-    (
-        ((2048, 512, 2048, 64), 3),
-        ((1000, 1000, 3000, 64), 20),
-        ((4097, 520, 2000, 48), 9),
-        ((300, 4096, 4096, 128), 31),
-    ),
-    ids=label,
-)
-def test_real_sizes(problem: tuple[int, ...], count: int, dtype: torch.dtype, tf32: bool) -> None:
-    m, d_in, d_out, chunk = problem
-    with timing.allow_tf32(tf32):
-        _check_all(
-            randn(m, d_in, dtype=dtype), randn(d_out, d_in, dtype=dtype), randn(d_out, dtype=dtype),
-            randn(m, d_out, dtype=dtype), _chunks(d_out, chunk, count), chunk,
-        )  # fmt: skip
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("shape", ((8192, 1024, 4096), (512, 4096, 2048), (65536, 64, 256)), ids=label)
-def test_bitwise_reproducible(shape: tuple[int, ...]) -> None:
-    m, d_in, d_out = shape
-    x, weight, dy = (randn(*s, dtype=torch.bfloat16) for s in ((m, d_in), (d_out, d_in), (m, d_out)))
-    ids = _chunks(d_out, 64, max(1, d_out // 640))
-    first = kb.sparse_backward(x, weight, dy, ids)
-    for _ in range(250):
-        assert all(torch.equal(a, b) for a, b in zip(first, kb.sparse_backward(x, weight, dy, ids), strict=True))
-
-
-@pytest.mark.usefixtures("_forgotten")
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=label)
 @pytest.mark.parametrize("chunk", (64, 128, 48))
-def test_ordinary_loads_are_bitwise_reproducible(
-    chunk: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ordinary_loads_are_bitwise_reproducible(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A race between the pipeline's copies and the tensor cores showed in most launches of this kind."""
     monkeypatch.setattr(runtime.DeviceProperties, "has_tma", False)
-    x, weight, dy = (randn(*s, dtype=dtype) for s in ((2000, 2048), (4096, 2048), (2000, 4096)))
+    x, weight, dy = (randn(*s, dtype=torch.bfloat16) for s in ((2000, 2048), (4096, 2048), (2000, 4096)))
     ids = _chunks(4096, chunk, 20)
     first = kb.sparse_backward(x, weight, dy, ids, chunk_size=chunk)
     for _ in range(250):
         again = kb.sparse_backward(x, weight, dy, ids, chunk_size=chunk)
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-
-
-@pytest.mark.gpu
-def test_no_host_synchronisation() -> None:
-    x, weight = randn(64, 128, dtype=torch.bfloat16).requires_grad_(), randn(512, 128, dtype=torch.bfloat16)
-    ids = _chunks(512, 64, 2)
-    weight.requires_grad_()
-    for _ in range(2):  # the first call compiles
-        for mode in MODES:
-            torch.cuda.set_sync_debug_mode("error")
-            try:
-                kb.sparse_linear(x, weight, None, ids, mode=mode).sum().backward()
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=label)
-def test_cuda_graph(dtype: torch.dtype) -> None:
-    x, weight, dy = (randn(*s, dtype=dtype) for s in ((256, 512), (1024, 512), (256, 1024)))
-    ids = _chunks(1024, 64, 4)
-    kb.sparse_backward(x, weight, dy, ids)  # compiles before the capture
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = kb.sparse_backward(x, weight, dy, ids)
-    x.copy_(randn(256, 512)), dy.copy_(randn(256, 1024))
-    ids.copy_(_chunks(1024, 64, 4))
-    graph.replay()
-    for ours, expected in zip(captured, gather_cublas_backward(x, weight, dy, ids), strict=True):
-        torch.testing.assert_close(ours, expected, rtol=0.02, atol=0.5 if dtype == torch.bfloat16 else 1e-2)
-
-
-@pytest.mark.gpu
-@pytest.mark.memory
-def test_more_than_2_31_elements() -> None:
-    m, d_in, d_out = 2**17 + 64, 64, 2**14 + 64
-    x, dy = randn(m, d_in, dtype=torch.bfloat16), torch.randn(m, d_out, dtype=torch.bfloat16, device=runtime.DEVICE)
-    weight, ids = randn(d_out, d_in, dtype=torch.bfloat16), torch.tensor([256, 3], device=runtime.DEVICE)
-    dw, _, dx = kb.sparse_backward(x, weight, dy, ids, compact=True)
-    part = dy[:, 2**14 :]
-    assert check.relative_error(dw[:64], part.double().t() @ x.double()) < 4e-3
-    exact = part[-100:].double() @ weight[2**14 :].double() + dy[-100:, 192:256].double() @ weight[192:256].double()
-    assert check.relative_error(dx[-100:], exact) < 4e-3

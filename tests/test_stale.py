@@ -89,12 +89,6 @@ def test_a_row_is_current_older_or_not_dated() -> None:
     assert found == [stale.CURRENT, stale.OLDER, stale.NOT_DATED, stale.NOT_DATED]
 
 
-def test_every_recorded_file_has_a_bench_or_a_chapter() -> None:
-    """But for what is counted in kernels of several."""
-    without = {stem for stem in STEMS if stale._sources(stem, "layer_norm") == stale.SRC}
-    assert without == {"profile", "slow_kernels"}
-
-
 def test_the_commit_is_git_s_or_the_one_that_was_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(stale, "ROOT", tmp_path)
     monkeypatch.setenv("KERNELBOOK_COMMIT", "abc")
@@ -120,9 +114,3 @@ def test_a_page_says_how_many_rows_are_older(monkeypatch: pytest.MonkeyPatch, tm
     )
     pd.DataFrame({"op": "layer_norm", "kernels": kernels[:1]}).to_csv(tmp_path / "gpu" / "layer_norm.csv", index=False)
     assert record.sentence("layer_norm", "gpu") == ""
-
-
-def test_what_is_stale_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert record.main() == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines and all(line.endswith((" rows older", " rows not dated")) for line in lines)

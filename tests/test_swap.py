@@ -13,20 +13,10 @@ import pytest
 import torch
 import transformers
 from tensors import randn
+from tiny_models import attention_model
+from tiny_models import tokens as token_ids
 from torch import nn
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Gemma2Model,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GptOssConfig,
-    GptOssForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import Gemma2ForCausalLM, Gemma2Model, T5Config, T5ForConditionalGeneration
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import kernelbook as kb
@@ -36,43 +26,12 @@ from kernelbook.interop import rotary, transformers_attention
 from kernelbook.nn import swap
 
 
-class ViT(nn.Module):
-    """A vision transformer with the modules that torchvision's is made of."""
-
-    class Block(nn.Module):
-        def __init__(self, width: int, heads: int) -> None:
-            super().__init__()
-            self.ln_1 = nn.LayerNorm(width, eps=1e-6)
-            self.self_attention = nn.MultiheadAttention(width, heads, batch_first=True)
-            self.ln_2 = nn.LayerNorm(width, eps=1e-6)
-            self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = self.ln_1(x)
-            x = x + self.self_attention(y, y, y, need_weights=False)[0]
-            return x + self.mlp(self.ln_2(x))
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv_proj = nn.Conv2d(3, 24, kernel_size=4, stride=4)
-        self.positions = nn.Parameter(torch.randn(1, 10, 24))
-        self.class_token = nn.Parameter(torch.randn(1, 1, 24))
-        self.layers = nn.Sequential(*(self.Block(24, 3) for _ in range(2)))
-        self.ln = nn.LayerNorm(24, eps=1e-6)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        x = self.conv_proj(images).flatten(2).mT
-        x = torch.cat([self.class_token.expand(len(x), -1, -1), x], dim=1) + self.positions
-        return self.ln(self.layers(x))[:, 0]
-
-
 def _encoder(**changes: Any) -> nn.Module:
     options = {"d_model": 24, "nhead": 4, "dim_feedforward": 32, "dropout": 0.0, "batch_first": True, **changes}
     return nn.TransformerEncoderLayer(**options)
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor], dict[str, int]]] = {
-    "vit": (ViT, lambda: randn(2, 3, 12, 12), {"LayerNorm": 5, "MultiheadAttention": 2}),
     "encoder layer": (_encoder, lambda: randn(2, 7, 24), {"LayerNorm": 2, "MultiheadAttention": 1}),
     "sequence first": (
         lambda: _encoder(batch_first=False, norm_first=True, bias=False),
@@ -199,7 +158,7 @@ def test_what_is_left_and_what_is_said(capsys: pytest.CaptureFixture[str]) -> No
             return super().forward(input) + 1
 
     model = nn.ModuleDict(
-        {"two": nn.LayerNorm((3, 4)), "own": Own(8), "ours": kb_nn.LayerNorm(8), "wide": nn.MultiheadAttention(600, 2)}
+        {"two": nn.RMSNorm((3, 4)), "own": Own(8), "ours": kb_nn.LayerNorm(8), "wide": nn.MultiheadAttention(600, 2)}
     )
     done = swap(model)
     assert not done.changed and set(done.left) == {"two", "own", "wide"}
@@ -215,27 +174,15 @@ def test_what_is_left_and_what_is_said(capsys: pytest.CaptureFixture[str]) -> No
         swap([])  # type: ignore[arg-type]
 
 
-def test_a_swap_says_what_it_changed() -> None:
-    done = swap(nn.Sequential(nn.LayerNorm(4)), quiet=True)
-    assert repr(done) == str(done) == "swap: Sequential runs 1 LayerNorm on kernelbook"
-
-
 def test_gpt2(calls: dict[str, int]) -> None:
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=31, n_positions=16, n_embd=24, n_layer=2, n_head=3,
-        initializer_range=0.2, bos_token_id=0, eos_token_id=0, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0,
-    )  # fmt: skip
-    model = GPT2LMHeadModel(config).to(runtime.DEVICE)
-    before = model.config._attn_implementation
-    tokens = torch.randint(1, 31, (2, 9), device=runtime.DEVICE)
+    model, tokens = attention_model("gpt2").train(), token_ids()
 
     def forward(model: Any, embeddings: torch.Tensor) -> torch.Tensor:
         return model(inputs_embeds=embeddings, use_cache=False).logits
 
     _require(model, model.transformer.wte(tokens).detach(), forward)
     assert calls == {"layer_norm": 5, "flash_attention": 2, "rms_norm": 0}
-    assert model.config._attn_implementation == before
+    assert model.config._attn_implementation == "eager"
     model.eval()
     padded = torch.ones(2, 9, dtype=torch.int64, device=runtime.DEVICE)
     padded[1, :3] = 0
@@ -252,22 +199,9 @@ def test_gpt2(calls: dict[str, int]) -> None:
             assert torch.equal(again, generated) and calls["flash_attention"] > 2
 
 
-def _gpt_oss() -> tuple[Any, torch.Tensor]:
-    torch.manual_seed(0)
-    config = GptOssConfig(
-        vocab_size=31, hidden_size=24, intermediate_size=24, num_hidden_layers=2, num_attention_heads=3, head_dim=8,
-        num_key_value_heads=1, initializer_range=0.5, sliding_window=4, num_local_experts=2, num_experts_per_tok=1,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-    )  # fmt: skip
-    model = GptOssForCausalLM._from_config(config, attn_implementation="eager").to(runtime.DEVICE).eval()
-    return model, torch.randint(1, 31, (2, 9), device=runtime.DEVICE)
-
-
 def test_sinks_are_the_kernels_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a model that PyTorch's attention cannot serve; its rotation has tables for half of a head's features."""
-    model, tokens = _gpt_oss()
-    model.set_experts_implementation("eager")
-    rotated = []
+    model, tokens, rotated = attention_model("gpt_oss"), token_ids(), []
     monkeypatch.setattr(rotary, "rotate", lambda *given, rotate=rotary.rotate: rotated.append(1) or rotate(*given))
     with torch.no_grad():
         expected = model(tokens).logits
@@ -280,9 +214,8 @@ def test_sinks_are_the_kernels_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_compiled_model_turns_queries_and_keys_by_the_kernel() -> None:
     """In gpt-oss the module's function has no closure, whose contents Dynamo's guards would ask for."""
-    model, tokens = _gpt_oss()
+    model, tokens, calls = attention_model("gpt_oss"), token_ids(), []
     model.set_experts_implementation("batched_mm")
-    calls = []
 
     def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
         calls.extend(str(node.target) for node in graph.graph.nodes)
@@ -299,13 +232,7 @@ def test_a_soft_cap_stays(before: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a model that says it can do without, as Gemma2 does in transformers 5.17."""
     monkeypatch.setattr(Gemma2ForCausalLM, "_supports_sdpa", True)
     monkeypatch.setattr(Gemma2Model, "_supports_sdpa", True)
-    torch.manual_seed(0)
-    config = Gemma2Config(
-        vocab_size=31, hidden_size=24, intermediate_size=24, num_hidden_layers=2, num_attention_heads=3, head_dim=8,
-        num_key_value_heads=1, initializer_range=0.5, attn_logit_softcapping=0.5, sliding_window=4,
-    )  # fmt: skip
-    model = Gemma2ForCausalLM._from_config(config, attn_implementation="eager").to(runtime.DEVICE).eval()
-    tokens = torch.randint(1, 31, (2, 9), device=runtime.DEVICE)
+    model, tokens = attention_model("gemma2"), token_ids()
     with torch.no_grad():
         expected = model(tokens).logits
         model.set_attn_implementation(before)
@@ -340,7 +267,7 @@ def test_norms_of_other_dtypes_are_the_models_own() -> None:
 def test_norms_of_transformers_give_their_own_dtype_under_autocast(dtype: torch.dtype) -> None:
     """Their code rounds by itself, where PyTorch's own norms give float32."""
     model = _llama().to(dtype)
-    norm, x = model.model.norm, randn(2, 24).to(dtype)
+    norm, x = model.model.norm, randn(2, 32).to(dtype)
     with torch.autocast(runtime.DEVICE.type, dtype=torch.bfloat16):
         expected = norm(x)
         with swap(model, quiet=True):
@@ -351,12 +278,7 @@ def test_norms_of_transformers_give_their_own_dtype_under_autocast(dtype: torch.
 
 def _llama() -> Any:
     """A Llama whose MLP is 32 wide: on a CPU PyTorch's SiLU gives what is left of a vector of 16 or 32 numbers other bits."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=31, hidden_size=24, intermediate_size=32, num_hidden_layers=1, num_attention_heads=3,
-        num_key_value_heads=1, initializer_range=0.2,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).to(runtime.DEVICE).eval()
+    return attention_model("llama", intermediate_size=32, num_hidden_layers=1)
 
 
 def test_a_swapped_model_is_copied_and_pickled(tmp_path: Path) -> None:
@@ -380,17 +302,6 @@ def test_a_swapped_model_is_copied_and_pickled(tmp_path: Path) -> None:
         "    torch.testing.assert_close(model(tokens).logits, expected)\n"
     )
     subprocess.run([sys.executable, "-c", script, str(tmp_path / "model.pt")], check=True, timeout=300)
-
-
-def test_attention_says_what_it_cannot_do() -> None:
-    q, sinks = randn(1, 2, 3, 8), randn(2)
-    padding = torch.ones(1, 1, 3, 3, dtype=torch.bool, device=q.device)
-    for given in ({"attention_mask": padding, "s_aux": sinks}, {"attention_mask": None, "unheard_of": sinks}):
-        with pytest.raises(ValueError, match=r"attention_forward: (s_aux|unheard_of) must be None .* got Tensor"):
-            transformers_attention.attention_forward(nn.Module(), q, q, q, **given)
-    ours, _ = transformers_attention.attention_forward(nn.Module(), q, q, q, None, s_aux=sinks)
-    expected = kb.flash_attention(q, q, q, causal=True, sinks=sinks)
-    assert torch.equal(ours, expected.transpose(1, 2))
 
 
 def test_sparse_attention_of_an_indexer_stays() -> None:
@@ -421,18 +332,10 @@ def test_sparse_attention_of_an_indexer_stays() -> None:
 def test_a_gated_norm_stays() -> None:
     """It is an RMS norm for one argument, and the model gives it two."""
     torch.manual_seed(0)
-    model = transformers.Mamba2Model(
-        transformers.Mamba2Config(
-            vocab_size=31,
-            hidden_size=16,
-            num_heads=4,
-            head_dim=8,
-            state_size=8,
-            num_hidden_layers=1,
-            n_groups=1,
-            chunk_size=4,
-        )
-    )
+    config = transformers.Mamba2Config(
+        vocab_size=31, hidden_size=16, num_heads=4, head_dim=8, state_size=8, num_hidden_layers=1, n_groups=1, chunk_size=4,
+    )  # fmt: skip
+    model = transformers.Mamba2Model(config)
     tokens = torch.randint(1, 31, (2, 5), device=runtime.DEVICE)
     with torch.no_grad():
         expected = model.to(runtime.DEVICE).eval()(tokens).last_hidden_state
@@ -471,13 +374,17 @@ def _gpt_bigcode() -> Any:
     return transformers.GPTBigCodeForCausalLM(config).to(runtime.DEVICE).eval()
 
 
+def _gpt_oss() -> Any:
+    return attention_model("gpt_oss", intermediate_size=32)
+
+
 @pytest.mark.parametrize("kind", ("llama", "gpt_oss", "gpt_bigcode"))
 def test_packed_sequences_are_alone_within_same_bits(kind: str) -> None:
     """transformers looks at position_ids only without a cache and without a mask, and never for gpt-oss.
 
     Of 16 tokens each: PyTorch's activations on a CPU are others in the last few numbers of a tensor.
     """
-    model = {"llama": _llama, "gpt_oss": lambda: _gpt_oss()[0], "gpt_bigcode": _gpt_bigcode}[kind]()
+    model = {"llama": _llama, "gpt_oss": _gpt_oss, "gpt_bigcode": _gpt_bigcode}[kind]()
     tokens = torch.randint(1, 31, (1, 32), device=runtime.DEVICE)
     places = torch.arange(16).repeat(2)[None].to(runtime.DEVICE)
     ones = torch.ones_like(tokens)

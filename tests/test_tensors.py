@@ -13,49 +13,12 @@ from kernelbook import launch, memory, runtime, tensors
 
 # isort: split
 import triton
-import triton.language as tl
 
 
 def test_cdiv_is_tritons() -> None:
     for a in (0, 1, 15, 16, 17, 2**40 + 1):
         for b in (1, 3, 16):
             assert launch.cdiv(a, b) == triton.cdiv(a, b)
-
-
-@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16, torch.float32, torch.float64))
-def test_sums_are_kept_in_single_or_double(dtype: torch.dtype) -> None:
-    double = dtype == torch.float64
-    assert memory.accumulator(dtype) == (torch.float64 if double else torch.float32)
-    assert memory.tl_accumulator(dtype) == (tl.float64 if double else tl.float32)
-    assert memory.tl_accumulator(memory.accumulator(dtype)) == memory.tl_accumulator(dtype)
-
-
-def test_float32_is_multiplied_as_pytorch_is_set() -> None:
-    before = torch.backends.cuda.matmul.allow_tf32
-    try:
-        for allowed, expected in ((True, "tf32"), (False, "ieee")):
-            torch.backends.cuda.matmul.allow_tf32 = allowed
-            assert tensors.precision(torch.float32) == expected
-            assert tensors.precision(torch.bfloat16) == "ieee"
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
-
-
-def test_autocast_is_off_within() -> None:
-    x = torch.ones(2, 2, device=runtime.DEVICE)
-    with torch.autocast(x.device.type, dtype=torch.bfloat16):
-        with tensors.without_autocast(x):
-            assert (x @ x).dtype == torch.float32
-        assert (x @ x).dtype == torch.bfloat16
-    with tensors.without_autocast(x):
-        assert not torch.is_autocast_enabled(x.device.type)
-
-
-def test_strides_of_a_tensor_and_of_none() -> None:
-    x = torch.ones(3, 4, device=runtime.DEVICE)
-    assert tensors.strided(x, 2) == (x, 4, 1)
-    for dims in (1, 2, 3):
-        assert tensors.strided(None, dims) == (None, *(0,) * dims)
 
 
 @pytest.mark.parametrize("dtype", (torch.float16, torch.float32))

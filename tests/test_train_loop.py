@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from tensors import default_dtype
 from torch import nn
 
-from kernelbook import runtime
-from kernelbook.nn import GPT, GPTConfig, SparseLinear
+from kernelbook.nn import GPT, GPTConfig
 from kernelbook.train import CONFIGS, CopyData, TrainConfig, Trainer, make_data
 from kernelbook.train.chunks import chunk_norms, top_chunks_reference
 
@@ -59,18 +57,6 @@ class _Plain(nn.Module):
         return x @ model.head.weight.t()
 
 
-@pytest.mark.parametrize("scheduler", ("knn", "ema_topk"))
-def test_pytorchs_default_dtype_changes_nothing(scheduler: str) -> None:
-    changes: dict[str, Any] = {"scheduler": scheduler, "steps": 3, "dense_steps": 1, "eval_every": 1, "task": "recall"}
-    expected = _trainer(**changes)
-    expected.run()
-    for default in (torch.bfloat16, torch.float64):
-        with default_dtype(default):
-            found = _trainer(**changes)
-            found.run()
-        assert found.losses() == expected.losses() and found.validation_losses() == expected.validation_losses()
-
-
 def test_gpt_is_the_textbooks(device: torch.device) -> None:
     model = GPT(GPTConfig(vocab_size=11, context=8, width=32, depth=2, heads=2, chunk_size=16)).to(device)
     tokens = torch.randint(11, (2, 6), device=device)
@@ -104,14 +90,6 @@ def test_gpt_compiles_to_one_graph(device: torch.device) -> None:
         torch.testing.assert_close(ours, plain, rtol=1e-3, atol=1e-5)
 
 
-def test_which_layers_are_sparse() -> None:
-    shape: dict[str, Any] = {"vocab_size": 5, "width": 32, "depth": 2, "heads": 2, "chunk_size": 16}
-    few, many = GPT(GPTConfig(**shape)), GPT(GPTConfig(**shape, sparse_layers="all"))
-    assert [name.split(".")[-1] for name in few.sparse_layers()] == ["up", "down"] * 2
-    assert len(many.sparse_layers()) == 12
-    assert all(isinstance(layer, SparseLinear) for layer in many.sparse_layers().values())
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     (
@@ -130,41 +108,17 @@ def test_a_bad_shape_is_refused(changes: dict[str, Any], message: str) -> None:
         GPTConfig(**{"vocab_size": 5, "width": 32, "heads": 2, "chunk_size": 16, **changes})
 
 
-def test_a_sequence_that_is_too_long_is_refused(device: torch.device) -> None:
-    model = GPT(GPTConfig(vocab_size=5, context=4, width=32, heads=2, chunk_size=16, depth=1)).to(device)
-    with pytest.raises(ValueError, match="GPT: tokens must have at most 4 columns, got 5"):
-        model(torch.zeros(1, 5, dtype=torch.long, device=device))
-    tokens = torch.zeros(3, 4, dtype=torch.int64, device=device)
-    with pytest.raises(ValueError, match=r"GPT: targets must have shape \(3, 4\), got \(4, 3\)"):
-        model(tokens, tokens.t())
-
-
 # --- synthetic sequences --------------------------------------------------------------------------------------------
 
 
-def test_what_is_to_be_copied(device: torch.device) -> None:
-    data = CopyData("copy", symbols=9, batch_size=4, context=10)
+def test_what_is_to_be_copied() -> None:
+    data = CopyData(symbols=9, batch_size=4, context=10)
     inputs, targets = data.batch(3)
     assert inputs.shape == targets.shape and inputs.shape[1] <= 10
     assert (inputs == 9).sum(1).tolist() == [1] * 4  # the mark
     assert torch.equal(targets[:, 5:], inputs[:, :5]) and bool((targets[:, :5] == -100).all())
     assert torch.equal(inputs, data.batch(3)[0]) and not torch.equal(inputs, data.batch(4)[0])
     assert not torch.equal(inputs, next(iter(data.validation_batches(1)))[0])
-
-
-def test_what_is_to_be_recalled() -> None:
-    data = CopyData("recall", symbols=9, batch_size=4, context=16)
-    inputs, targets = data.batch(0)
-    for row, target in zip(inputs.tolist(), targets.tolist(), strict=True):
-        told = dict(zip(row[0:8:2], row[1:8:2], strict=True))
-        assert len(told) == 4 and row[8] == 9
-        counted = [i for i, t in enumerate(target) if t != -100]
-        assert len(counted) == 4
-        assert all(target[i] == told[row[i]] for i in counted)
-    with pytest.raises(ValueError, match="symbols must be at least 4"):
-        CopyData("recall", symbols=3, batch_size=1, context=16)
-    with pytest.raises(ValueError, match="task must be one of 'copy', 'recall', got 'sort'"):
-        CopyData("sort", batch_size=1, context=16)
 
 
 # --- settings -------------------------------------------------------------------------------------------------------
@@ -177,28 +131,14 @@ def test_what_is_to_be_recalled() -> None:
         ({"scheduler": "best"}, "scheduler must be one of .*'knn'.*, got 'best'"),
         ({"active": 0.0}, r"active must lie in \(0, 1\], got 0.0"),
         ({"clip": 0.0}, "clip must be positive, got 0.0"),
-        ({"steps": 0}, "steps must be at least 1, got 0"),
-        ({"dense_steps": -1}, "dense_steps must not be negative, got -1"),
-        ({"sparse_dx": "outputs"}, "sparse_dx must be one of 'all', 'inputs', got 'outputs'"),
-        ({"sparse_layers": "some"}, "sparse_layers must be one of 'all', 'mlp', got 'some'"),
-        ({"lr": 0.0}, "lr must be positive, got 0.0"),
-        ({"lr": float("nan")}, "lr must be finite, got nan"),
+        ({"dense_steps": -1}, "dense_steps must be at least 0, got -1"),
+        ({"lr": float("nan")}, "lr must be positive, got nan"),
         ({"lr": 1e-4, "min_lr": 1e-3}, r"min_lr must lie in \[0, lr\] \(\[0, 0.0001\]\), got 0.001"),
-        ({"weight_decay": -0.1}, "weight_decay must not be negative, got -0.1"),
     ),
 )
 def test_bad_settings_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"TrainConfig: {message}"):
         TrainConfig(**changes)
-
-
-def test_the_learning_rate() -> None:
-    config = TrainConfig(lr=1.0, min_lr=0.1, lr_warmup=4, steps=104)
-    assert [config.lr_at(step) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
-    assert (
-        config.lr_at(4) == 1.0 and config.lr_at(54) == pytest.approx(0.55) and config.lr_at(104) == pytest.approx(0.1)
-    )
-    assert dataclasses.replace(config, steps=5).lr_at(5) == pytest.approx(0.1)
 
 
 # --- the loop -------------------------------------------------------------------------------------------------------
@@ -208,8 +148,9 @@ def test_the_learning_rate() -> None:
     ("mode", "scheduler"),
     (("dense", "all"), ("sparse_dw", "knn"), ("sparse_dw_dx", "ema_topk"), ("sparse_dw_dx", "oracle")),
 )
-def test_every_mode_takes_its_steps(mode: str, scheduler: str) -> None:
-    trainer = _trainer(mode=mode, scheduler=scheduler, steps=3)
+@pytest.mark.parametrize("inactive", ("skip", "decay"))
+def test_every_mode_takes_its_steps(mode: str, scheduler: str, inactive: str) -> None:
+    trainer = _trainer(mode=mode, scheduler=scheduler, inactive=inactive, steps=3)
     before = [layer.weight.detach().clone() for layer in trainer.layers.values()]
     trainer.run(until=2)
     middle = [layer.weight.detach().clone() for layer in trainer.layers.values()]
@@ -219,7 +160,8 @@ def test_every_mode_takes_its_steps(mode: str, scheduler: str) -> None:
     chunk = trainer.config.chunk_size
     for layer, old, ids in zip(trainer.layers.values(), middle, trainer.scheduler.ids_of_layers(), strict=True):
         moved = (layer.weight != old).view(-1, chunk * old.shape[1]).any(1).nonzero().flatten()
-        expected = range(layer.num_chunks) if mode == "dense" else sorted(ids.tolist())
+        all_move = mode == "dense" or inactive == "decay"
+        expected = range(layer.num_chunks) if all_move else sorted(ids.tolist())
         assert moved.tolist() == list(expected)
 
 
@@ -228,26 +170,6 @@ def test_where_a_branch_ends_dx_can_stay_dense() -> None:
     modes = {name.split(".")[-1]: layer.mode for name, layer in trainer.layers.items()}
     assert {name for name, mode in modes.items() if mode == "sparse_dw"} == {"attention_out", "down"}
     assert {name for name, mode in modes.items() if mode == "sparse_dw_dx"} == {"q", "k", "v", "up"}
-    trainer.run()
-    # The last block's gradients are then what sparse_dw gives: nothing that they depend on was left out.
-    grads = {}
-    for sparse_dx in ("inputs", "all"):
-        for name, layer in trainer.layers.items():
-            ends = name.split(".")[-1] in ("attention_out", "down")
-            layer.mode = "sparse_dw" if sparse_dx == "inputs" and ends else "sparse_dw_dx"
-        trainer._backward()
-        grads[sparse_dx] = [layer.weight.grad._values().clone() for layer in trainer.layers.values()]
-    for layer in trainer.layers.values():
-        layer.mode = "sparse_dw"
-    trainer._backward()
-    names = [name.split(".")[-1] for name in trainer.layers]
-    assert trainer.config.depth == 1
-    exact = [layer.weight.grad._values() for layer in trainer.layers.values()]
-    for name, inputs, everywhere, expected in zip(names, grads["inputs"], grads["all"], exact, strict=True):
-        if name in ("up", "down"):
-            torch.testing.assert_close(inputs, expected)
-        if name == "up":
-            assert not torch.allclose(everywhere, expected, rtol=1e-2)
 
 
 @pytest.mark.parametrize("progress", (False, True))
@@ -278,15 +200,6 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
     resumed = _trainer(tmp_path / "run", resume=True, steps=6, checkpoint_every=2)
     resumed.run()
     assert len(resumed.losses()) == 6
-
-
-def test_rows_without_gradient_can_go_on_moving() -> None:
-    trainer = _trainer(inactive="decay", steps=3)
-    trainer.run(until=2)
-    before = [layer.weight.detach().clone() for layer in trainer.layers.values()]
-    trainer.run()
-    for layer, old in zip(trainer.layers.values(), before, strict=True):
-        assert bool((layer.weight != old).view(-1, trainer.config.chunk_size * old.shape[1]).any(1).all())
 
 
 def test_the_oracle_knows() -> None:
@@ -378,29 +291,10 @@ def test_a_checkpoint_belongs_to_its_run(tmp_path: Path) -> None:
     other.digest = "another"
     with pytest.raises(ValueError, match=r"corpus must be that of the run in .* \(synthetic\), got another"):
         Trainer(dataclasses.replace(SMALL, steps=1), other, out=out, resume=True, progress=False)
-
-
-def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    _trainer(out, steps=1).run()
-    whole = (out / "checkpoint.pt").read_bytes()
-    (out / "checkpoint.pt").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(
-        ValueError, match=r"checkpoint.pt must be a checkpoint of a run, got a file that cannot be read"
-    ):
-        _trainer(out, resume=True, steps=1)
-    torch.save({"model": {}}, out / "checkpoint.pt")
-    with pytest.raises(ValueError, match=r"must be a checkpoint of a run, got a file with something else"):
-        _trainer(out, resume=True, steps=1)
-    (out / "checkpoint.pt").write_bytes(whole)
-    lines = (out / "log.jsonl").read_text()
-    for foreign in ("", '{"text": 3}\n[1]\n7\n', lines.replace('"step": 1', '"step": 2')):
-        (out / "log.jsonl").write_text(foreign)
-        with pytest.raises(ValueError, match=r"log.jsonl must be the log of its checkpoint, with steps 1 to 1, got"):
+    for half in (b"", (out / "checkpoint.pt").read_bytes()[:-999]):
+        (out / "checkpoint.pt").write_bytes(half)
+        with pytest.raises(ValueError, match=r"checkpoint.pt must be a checkpoint of a run, got another file"):
             _trainer(out, resume=True, steps=1)
-    (out / "log.jsonl").unlink()
-    with pytest.raises(ValueError, match=r"must hold the log of its checkpoint, got no log.jsonl"):
-        _trainer(out, resume=True, steps=1)
 
 
 def test_a_run_that_is_done_can_go_on_for_more_steps(tmp_path: Path) -> None:
@@ -412,26 +306,6 @@ def test_a_run_that_is_done_can_go_on_for_more_steps(tmp_path: Path) -> None:
     assert len(more.losses()) == 3 and json.loads((out / "config.json").read_text())["steps"] == 3
     with pytest.raises(ValueError, match=r"steps must be at least that of the run in .* \(3\), got 2"):
         _trainer(out, resume=True, steps=2)
-
-
-def test_what_a_kill_during_a_save_leaves_is_removed(tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    _trainer(out, steps=1).run()
-    for name in ("checkpoint.ptx1.tmp", "config.jsonab.tmp", "log.jsonlz.tmp", "notes.tmp"):
-        (out / name).write_bytes(b"half")
-    _trainer(out, resume=True, steps=1)
-    assert {path.name for path in out.iterdir()} == {"checkpoint.pt", "config.json", "log.jsonl", "notes.tmp"}
-
-
-def test_others_may_read_a_runs_files(tmp_path: Path) -> None:
-    _trainer(tmp_path / "run", steps=1).run()
-    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "run").iterdir()} == {0o644}
-
-
-@pytest.mark.skipif(runtime.DEVICE.type == "cuda", reason="about machines without a GPU")
-def test_a_graph_needs_a_gpu() -> None:
-    with pytest.raises(ValueError, match="cuda_graph must be off where there is no GPU"):
-        _trainer(cuda_graph=True)
 
 
 def test_the_probe_moves_nothing() -> None:
@@ -448,8 +322,8 @@ def test_the_probe_moves_nothing() -> None:
 # --- on a GPU -------------------------------------------------------------------------------------------------------
 
 GPU = TrainConfig(
-    width=256, depth=2, heads=4, context=64, batch_size=8, steps=24, dense_steps=8, task="recall", lr_warmup=2,
-    checkpoint_every=0, eval_every=0, eval_batches=1, log_every=8, deterministic=True,
+    width=256, depth=2, heads=4, context=64, batch_size=8, steps=24, dense_steps=8, task="copy", lr_warmup=2,
+    checkpoint_every=0, eval_every=0, eval_batches=1, log_every=8,
 )  # fmt: skip
 
 
@@ -466,10 +340,13 @@ GPU = TrainConfig(
     ),
 )
 def test_a_captured_step_is_the_step(
-    mode: str, scheduler: str, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    mode: str, scheduler: str, changes: dict[str, Any],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest,
+) -> None:  # fmt: skip
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    config = dataclasses.replace(GPU, mode=mode, scheduler=scheduler, task="copy", **changes)
+    request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
+    torch.use_deterministic_algorithms(True)
+    config = dataclasses.replace(GPU, mode=mode, scheduler=scheduler, **changes)
     eager = Trainer(config, progress=False)
     eager.run()
     captured = Trainer(dataclasses.replace(config, cuda_graph=True), out=tmp_path / "run", progress=False)
@@ -490,15 +367,3 @@ def test_copying_is_learnt() -> None:
     trainer = Trainer(config, progress=False)
     trainer.run()
     assert trainer.validation_losses()[-1] < 0.3 * trainer.validation_losses()[0]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("mode", ("dense", "sparse_dw_dx"))
-def test_autocast_on_the_gpu_is_near_float32(mode: str) -> None:
-    config = dataclasses.replace(GPU, mode=mode, scheduler="random", task="copy", deterministic=False)
-    found = {}
-    for dtype in ("bfloat16", "float32"):
-        trainer = Trainer(dataclasses.replace(config, dtype=dtype), progress=False)
-        trainer.run()
-        found[dtype] = torch.tensor(trainer.losses())
-    torch.testing.assert_close(found["bfloat16"], found["float32"], rtol=0.02, atol=0.02)

@@ -58,11 +58,13 @@ SEQUENCE = ([3, 0], [1], [0, 2, 1], [0])
 def test_decay_is_adamw_on_zeros(shape: tuple[int, ...], device: torch.device) -> None:
     ours, adam, theirs = _pair(shape, device, inactive="decay", unique_rows=True)
     torchs = torch.optim.AdamW([theirs], **SETTINGS)
-    for ids in SEQUENCE:
-        rows = _rows(ids, device)
+    for ids in (*SEQUENCE, range(4)):
+        rows = _rows([*ids], device)
         values = torch.randn(len(rows), *shape[1:], device=device)
         ours.grad = _sparse(rows, values, ours)
         theirs.grad = torch.zeros_like(theirs).index_copy_(0, rows, values)
+        if len(ids) == 4:  # a dense step among the sparse ones
+            ours.grad = theirs.grad.clone()
         adam.step()
         torchs.step()
     _close(ours, theirs)
@@ -99,18 +101,6 @@ def test_pytorchs_default_dtype_changes_nothing(default: torch.dtype, device: to
                 each.step()
             each.state[parameter]["counts"] += counted
     assert torch.equal(ours, theirs) and twin.state[theirs]["counts"].tolist() == [302, 302]
-
-
-def test_dense_and_sparse_steps_mix(device: torch.device) -> None:
-    ours, adam, theirs = _pair((64, 8), device, unique_rows=True)
-    torchs = torch.optim.AdamW([theirs], **SETTINGS)
-    everything = _rows([2, 0, 3, 1], device)
-    for step in range(4):
-        theirs.grad = torch.randn_like(theirs)
-        ours.grad = theirs.grad.clone() if step % 2 else _sparse(everything, theirs.grad[everything], ours)
-        adam.step()
-        torchs.step()
-    _close(ours, theirs)
 
 
 def test_rows_that_come_twice_are_added(device: torch.device) -> None:
@@ -191,12 +181,6 @@ def test_a_learning_rate_on_the_device_and_a_saved_state(device: torch.device) -
         ({"chunk_size": 0}, ValueError, "chunk_size must be at least 1, got 0"),
         ({"params": [torch.nn.Parameter(torch.zeros(2, 2).half())]}, TypeError, "params must have dtype float32"),
         ({"params": [torch.nn.Parameter(torch.zeros(2, 3).t())]}, ValueError, "params must be contiguous"),
-        ({"params": [torch.nn.Parameter(torch.zeros(2, 2).double())]}, TypeError, "params must have dtype float32"),
-        (
-            {"params": [torch.nn.Parameter(torch.zeros(2, 2, 2))]},
-            ValueError,
-            "params must be contiguous and have one or",
-        ),
         *(({name: float("nan")}, ValueError, f"{name} must not be negative.*, got nan") for name in NUMBERS),
         ({"lr": torch.ones(2)}, ValueError, r"lr must have one element, got shape \(2,\)"),
     ),
@@ -211,13 +195,6 @@ def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], messag
     with pytest.raises(error, match=f"ChunkAdamW: {message}"):
         adam.add_param_group(given)
     assert len(adam.param_groups) == 1
-
-
-def test_half_a_chunk_is_refused(device: torch.device) -> None:
-    ours, adam, _ = _pair((32, 8), device, unique_rows=True)
-    ours.grad = _sparse(torch.arange(8, device=device), torch.zeros(8, 8, device=device), ours)
-    with pytest.raises(ValueError, match="must have whole chunks of 16 rows, got 8 rows"):
-        adam.step()
 
 
 # --- compact gradients ----------------------------------------------------------------------------------------------
@@ -288,27 +265,18 @@ def test_compact_gradients_refuse_what_they_cannot(device: torch.device) -> None
         compact_sparse_linear(x, weight, None, ids, chunk_size=8)
 
 
-def test_compact_gradients_take_the_dtypes_that_linear_takes(device: torch.device) -> None:
-    layer = SparseLinear(8, 32, chunk_size=CHUNK, compact_gradient=True).to(device)
-    layer.active_chunks = torch.tensor([0], device=device)
-    x = torch.randn(3, 8, device=device)
-    with pytest.raises(TypeError, match="compact_sparse_linear: weight must have the dtype of x"):
-        layer(x.half())
-    with pytest.raises(ValueError, match=r"compact_sparse_linear: x must have shape \(..., 8\), got \(3, 7\)"):
-        layer(x[:, 1:])
-    with torch.autocast(device.type, dtype=torch.bfloat16):
-        assert layer(x).dtype == torch.bfloat16
-        assert layer.double()(x.double()).dtype == torch.float64  # autocast leaves float64 alone
-
-
 def test_another_chunk_size_than_the_layers_is_refused(device: torch.device) -> None:
     """Two chunks of 16 rows are as many rows as one of 32, but not the same."""
     layer = SparseLinear(8, 128, bias=False, chunk_size=16, compact_gradient=True).to(device)
     layer.active_chunks = torch.tensor([1, 6], device=device)
     layer(torch.randn(4, 8, device=device)).sum().backward()
     before = layer.weight.detach().clone()
-    with pytest.raises(ValueError, match=r"ChunkAdamW: .* whole chunks of chunk_size \(32\) rows"):
-        ChunkAdamW(layer.parameters(), chunk_size=32).step()
+    for size, message in (
+        (32, r"whole chunks of chunk_size \(32\) rows"),
+        (64, "whole chunks of 64 rows, got 32 rows"),
+    ):
+        with pytest.raises(ValueError, match=f"ChunkAdamW: .* {message}"):
+            ChunkAdamW(layer.parameters(), chunk_size=size).step()
     assert torch.equal(layer.weight, before)
     ChunkAdamW(layer.parameters(), chunk_size=16).step()
     assert not torch.equal(layer.weight, before)

@@ -75,11 +75,6 @@ def test_what_is_not_the_loop_of_transformers_is_found(base: Weights, monkeypatc
         same_loss.finetune("eager", 0, SIZES, 1, base, small=True)
 
 
-def test_a_way_that_is_not_there() -> None:
-    with pytest.raises(ValueError, match=r"finetune: way must be one of eager, grouped_mm, .*, got 'fast'"):
-        same_loss.finetune("fast", 0, SIZES, 1, {})
-
-
 @pytest.mark.parametrize("command", (same_loss, sparse_inference))
 def test_real_sizes_need_a_gpu(
     command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

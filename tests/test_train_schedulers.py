@@ -78,31 +78,9 @@ def test_knn_scores(k: int, device: torch.device) -> None:
         longest=70, window=9, k=k,
     )  # fmt: skip
     assert torch.equal(strided, found)
-    with pytest.raises(ValueError, match="knn_scores: out must be contiguous float32"):
-        knn_scores(
-            features,
-            norms,
-            seen,
-            step,
-            LAYOUT.starts(),
-            longest=70,
-            window=9,
-            k=k,
-            out=torch.empty(n, 2, device=device)[:, 0],
-        )
     assert found[0] == float("inf") and found[1] == norms[1]
     fresh = seen >= 11
     assert torch.equal(found[fresh], norms[fresh]) and not torch.equal(found, norms)
-
-
-def test_equally_near_neighbours_go_by_number(device: torch.device) -> None:
-    layout = Layout((4,), (1,))
-    norms = torch.tensor([9.0, 1.0, 2.0, 3.0], device=device)
-    seen = torch.tensor([-1, 5, 5, 5], dtype=torch.int32, device=device)
-    features = torch.zeros(2, 4, device=device)
-    step = torch.tensor([5], dtype=torch.int32, device=device)
-    found = knn_scores(features, norms, seen, step, layout.starts(), longest=4, window=0, k=2)
-    assert abs(float(found[0]) - 1.5) < 1e-6
 
 
 def test_top_chunks(device: torch.device) -> None:
@@ -138,33 +116,12 @@ def test_chunks_at_random(device: torch.device) -> None:
     assert len(set(drawn)) > 65 and frequency.max() < 18
 
 
-def test_top_chunks_refuses(device: torch.device) -> None:
-    ids = torch.zeros(11, dtype=torch.long, device=device)
-    taken = torch.zeros(75, dtype=torch.int32, device=device)
-    shared = (ids, LAYOUT.starts(), LAYOUT.slots(), _counts(LAYOUT))
-    with pytest.raises(ValueError, match="chosen must be another tensor than taken"):
-        top_chunks(taken.float(), *shared, longest=70, taken=taken, chosen=taken)
-    with pytest.raises(ValueError, match="chosen must be given where scores are not"):
-        top_chunks(None, *shared, longest=70)
-
-
-@pytest.mark.parametrize(
-    ("build", "message"),
-    (
-        (lambda: Layout((), ()), "one entry for each layer"),
-        (lambda: Layout((3,), (4,)), r"active must lie in \[1, 3\]"),
-        (lambda: Layout.of_fraction([3], 0.0), r"fraction must lie in \(0, 1\], got 0.0"),
-    ),
-)
-def test_a_bad_layout_is_refused(build: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        build()
-
-
 def test_a_fraction_is_at_least_one_chunk() -> None:
     layout = Layout.of_fraction([128, 32, 3], 0.1)
     assert layout.active == (13, 3, 1) and layout.device == runtime.DEVICE
     assert Layout.of_fraction([4], 0.5, torch.device("meta")).device.type == "meta"
+    with pytest.raises(ValueError, match=r"active must lie in \[1, 3\]"):
+        Layout((3,), (4,))
 
 
 # --- schedulers -----------------------------------------------------------------------------------------------------
@@ -204,14 +161,11 @@ def test_every_scheduler(name: str) -> None:
     resumed = make_scheduler(name, layout, seed=1)
     resumed.load_state_dict(scheduler.state_dict())
     assert _drive(resumed, 2) == _drive(scheduler, 2)
-    with pytest.raises(ValueError, match="counts must be that of the saved state"):
-        make_scheduler(name, Layout((5, 21), (2, 6))).load_state_dict(scheduler.state_dict())
+    with pytest.raises(RuntimeError, match="size mismatch for ids"):
+        make_scheduler(name, Layout((5, 21), (3, 7))).load_state_dict(scheduler.state_dict())
 
 
-def test_a_state_belongs_to_one_scheduler() -> None:
-    state = make_scheduler("random", LAYOUT).state_dict()
-    with pytest.raises(ValueError, match="name must be that of the saved state"):
-        make_scheduler("ema_topk", LAYOUT).load_state_dict(state)
+def test_what_is_no_scheduler() -> None:
     with pytest.raises(ValueError, match=r"make_scheduler: name must be one of 'all', .*, got 'best'"):
         make_scheduler("best", LAYOUT)
     with pytest.raises(ValueError, match=r"explore must lie in \[0, 1\], got 2"):
@@ -286,27 +240,17 @@ def test_the_gradient_lives_in_the_planted_chunks(families: int | None) -> None:
         x, dy = teacher.gradients(step)
         norms = chunk_norms(dy.t() @ x, chunk_size=16)
         planted = teacher.planted_chunks(step).to(norms.device)
-        assert score_chunks(planted, norms).recall == 1 and score_chunks(planted, norms).energy > 0.8
+        assert score_chunks(planted, norms)["recall"] == 1 and score_chunks(planted, norms)["energy"] > 0.8
     assert set(teacher.planted_chunks(0).tolist()) != set(teacher.planted_chunks(5).tolist())
     with pytest.raises(ValueError, match="families must divide chunks"):
         PlantedTeacher(chunks=16, families=3)
-    assert PlantedTeacher(chunks=16, planted=1, families=None).planted_chunks(0).shape == (1,)
-    with pytest.raises(ValueError, match=r"planted must lie in \[1, 16\], got 0"):
-        PlantedTeacher(chunks=16, planted=0, families=None)
-
-
-def test_what_a_scheduler_chose_is_learnt() -> None:
-    teacher = PlantedTeacher(chunks=8, planted=2, families=None, d_in=16, batch=32, noise=0.0)
-    before = teacher.gradients(0)[1].norm()
-    list(score_scheduler(teacher, make_scheduler("oracle", Layout((8,), (2,))), 20))
-    assert teacher.gradients(0)[1].norm() < 0.5 * before
 
 
 def test_scores_are_what_they_say(device: torch.device) -> None:
     norms = torch.tensor([4.0, 3.0, 2.0, 1.0], device=device)
     score = score_chunks(torch.tensor([0, 3], device=device), norms)
-    assert (score.precision, score.recall) == (0.5, 0.5) and score.energy == 17 / 30
-    assert score_chunks(torch.tensor([0, 3], device=device), norms, wanted=1).recall == 1
+    assert score == {"precision": 0.5, "recall": 0.5, "energy": 17 / 30}
+    assert score_chunks(torch.tensor([0, 3], device=device), norms, wanted=1)["recall"] == 1
 
 
 def test_schedulers_on_the_planted_teacher() -> None:

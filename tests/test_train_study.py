@@ -1,8 +1,6 @@
 """The study behind the chapter on training: what it counts, what it records, and how parts of it are put together."""
 
 import dataclasses
-import itertools
-import json
 from pathlib import Path
 
 import pandas as pd
@@ -10,17 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-import kernelbook
 from bench import sparse_training as study
 from kernelbook import runtime
 from kernelbook.lab import record
 from kernelbook.nn import GPT
-from kernelbook.train import SCHEDULERS, TrainConfig
+from kernelbook.train import TrainConfig
 from kernelbook.train.chunks import Layout
 from kernelbook.train.schedulers import KnnScheduler
-
-PACKAGE = Path(kernelbook.__file__).parent
-CURVE_KEY = study.KEYS["sparse_training_curves"]
 
 
 def test_operations_are_counted_from_the_model() -> None:
@@ -38,67 +32,14 @@ def test_operations_are_counted_from_the_model() -> None:
     only_dw = dataclasses.replace(sparse, mode="sparse_dw", sparse_layers="mlp")
     saved = study.step_gflop(config, 50) - study.step_gflop(only_dw, 50)
     assert saved == pytest.approx(2 * tokens * 0.5 * 2 * 8 * 128 * 128 / 1e9)
-
-
-def test_dx_of_the_outputs_counts_where_it_stays_dense() -> None:
-    config = TrainConfig(width=128, depth=2, heads=2, context=16, batch_size=3, mode="sparse_dw_dx", active=0.5)
-    inputs = dataclasses.replace(config, sparse_dx="inputs")
-    more = study.step_gflop(inputs, 50) - study.step_gflop(config, 50)
+    more = study.step_gflop(dataclasses.replace(sparse, sparse_dx="inputs"), 50) - study.step_gflop(sparse, 50)
     assert more == pytest.approx(2 * 3 * 16 * 0.5 * 2 * 5 * 128 * 128 / 1e9)  # attention_out and down of two blocks
-
-
-def test_recorded_curves_keep_their_shape() -> None:
-    for path in record.results_dir().glob("*/sparse_training_curves.jsonl"):
-        runs = [json.loads(line) for line in path.read_text().splitlines()]
-        keys = [tuple(run[name] for name in CURVE_KEY) for run in runs]
-        assert len(set(keys)) == len(keys)
-        for run in runs:
-            assert set(record.ENVIRONMENT) <= set(run)
-            for what in ("steps", "seconds", "loss"):
-                assert len(run[f"validation_{what}"]) == len(run["validation_steps"])
-            assert run["validation_steps"][-1] == run["steps"] and run["validation_seconds"] == sorted(
-                run["validation_seconds"]
-            )
-            assert len(run["train_loss"]) == len(run["train_steps"])
-
-
-def test_kernels_belong_to_a_part() -> None:
-    assert study.part_of("_sparse_linear_bwd_tiles_kernel") == "sparse products"
-    assert study.part_of("nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_NTN") == "dense products"
-    assert study.part_of("_adamw_chunks_kernel") == "optimizer"
-    assert study.part_of("_layer_norm_bwd_sum_kernel") == "layer norm"
-    assert study.part_of("vectorized_elementwise_kernel<bfloat16_copy>") == "casts, sums, copies"
 
 
 @pytest.mark.skipif(runtime.DEVICE.type == "cuda", reason="about machines without a GPU")
 def test_the_study_refuses_the_interpreter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert study.main(["--out", str(tmp_path)]) == 2
     assert "no GPU" in capsys.readouterr().err and not list(tmp_path.iterdir())
-
-
-def test_every_scheduler_is_measured_in_every_mode() -> None:
-    wanted = {
-        (mode, scheduler, active)
-        for mode in ("sparse_dw", "sparse_dw_dx")
-        for scheduler in set(SCHEDULERS) - {"all"}
-        for active in (0.1, 0.25)
-    }
-    for variants in (list(study.step_variants()), list(study.curve_variants())):
-        assert len(set(variants)) == len(variants)
-        assert wanted <= {(v.mode, v.scheduler, v.active) for v in variants}
-    few = [variant for variant, _ in study.budget_variants(settings=False)]
-    assert {variant.mode for variant in few} == {"dense", "sparse_dw", "sparse_dw_dx"}
-    assert [(v.provider, v.active) for v in few] == [
-        (v.provider, v.active) for v, _ in itertools.islice(study.budget_variants(), len(few))
-    ]
-    named = {(v.provider, v.active, v.sparse_lr) for v in study.curve_variants()}
-    assert len(named) == len(list(study.curve_variants()))  # what differs is named differently
-
-
-def test_a_wide_model_is_measured_in_the_modes_of_the_race() -> None:
-    few = [(v.mode, v.active) for v in study.step_variants(every=False) if v.sparse_layers == "all"]
-    assert {(v.mode, v.active) for v, _ in study.budget_variants(settings=False)} <= set(few)
-    assert set(study.step_variants(every=False)) <= set(study.step_variants())
 
 
 def test_shuffled_features_are_those_of_other_chunks() -> None:

@@ -14,6 +14,8 @@ import pytest
 from test_compiles import SRC, _kernels_in
 
 import kernelbook as kb
+from bench import ROOMS
+from kernelbook.cases import collect
 
 HOPS = 8  # functions of ours that are entered between the public one and the kernel
 NOT_FOLLOWED = {
@@ -132,18 +134,9 @@ def kernels_of(function: Any) -> dict[str, int]:
     return reached
 
 
-ROOMS = {
-    "layer_norm": (kb.layer_norm, kb.rms_norm),
-    "sparse_linear": (kb.sparse_linear, kb.sparse_forward, kb.sparse_dw, kb.sparse_dx, kb.sparse_backward),
-    "scatter_ffn": (kb.scatter_ffn, kb.gather_matmul),
-    "attention": (kb.flash_attention, kb.paged_attention, kb.append_to_pages),
-    "nf4": (kb.nf4_quantize, kb.nf4_dequantize, kb.nf4_matmul),
-    "moe_lora": (kb.route, kb.scatter2scatter, kb.moe_lora),
-}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("room", ROOMS)
 def test_definitions_lead_to_every_kernel(room: str) -> None:
-    reached = {name for function in ROOMS[room] for name in kernels_of(function)}
+    functions = [getattr(kb, name) for name, case in collect(rooms=(room,)).items() if case.what]
+    reached = {name for function in functions for name in kernels_of(function)}
     assert _kernels_in((SRC / room).glob("kernels*.py")) <= reached

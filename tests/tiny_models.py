@@ -1,27 +1,23 @@
 """Small random mixture-of-experts models of transformers, for the tests of interop."""
 
 import copy
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoModelForCausalLM,
     Gemma2Config,
-    Gemma2ForCausalLM,
     GPT2Config,
-    GPT2LMHeadModel,
     GptOssConfig,
-    GptOssForCausalLM,
     LlamaConfig,
-    LlamaForCausalLM,
     MistralConfig,
-    MistralForCausalLM,
     MixtralConfig,
     OlmoeConfig,
     Qwen3MoeConfig,
 )
-from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM
-from transformers.models.olmoe.modeling_olmoe import OlmoeForCausalLM
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
 
 from kernelbook import check, runtime
 from kernelbook.interop import transformers as interop
@@ -37,27 +33,6 @@ COMMON: dict[str, Any] = {
     "initializer_range": 0.2,  # weak weights would make every block look the same
     "pad_token_id": 0,
 }
-MODELS: dict[str, tuple[type, Any, dict[str, Any]]] = {
-    "qwen3_moe": (
-        Qwen3MoeForCausalLM,
-        Qwen3MoeConfig,
-        {"num_experts": 5, "moe_intermediate_size": 24, "head_dim": 8, "norm_topk_prob": True},
-    ),
-    "olmoe": (OlmoeForCausalLM, OlmoeConfig, {"num_experts": 4, "intermediate_size": 16}),
-    "mixtral": (MixtralForCausalLM, MixtralConfig, {"num_local_experts": 3, "intermediate_size": 24}),
-}
-
-
-def tiny_model(name: str, **changes: Any) -> Any:
-    """A random model of this kind with transformers' own eager experts, in float32, without dropout."""
-    model_class, config_class, own = MODELS[name]
-    torch.manual_seed(0)
-    model = model_class(config_class(**{**COMMON, **own, **changes})).to(runtime.DEVICE).eval()
-    model.set_experts_implementation("eager")
-    return model
-
-
-# Models by their attention: windows, soft caps, sinks, learned positions.
 WINDOW = 4
 SMALL: dict[str, Any] = {**COMMON, "intermediate_size": 48, "head_dim": 8}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
@@ -65,35 +40,37 @@ GPT2: dict[str, Any] = {
     "vocab_size": COMMON["vocab_size"], "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "pad_token_id": 0,
     "initializer_range": 0.2, "bos_token_id": 1, "eos_token_id": None, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
 }  # fmt: skip
-BY_ATTENTION: dict[str, tuple[type, Any, dict[str, Any]]] = {
-    "gemma2": (
-        Gemma2ForCausalLM,
-        Gemma2Config,
-        {**SMALL, "sliding_window": WINDOW, "attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 8},
-    ),
-    "gpt_oss": (
-        GptOssForCausalLM,
-        GptOssConfig,
-        {**SMALL, "num_local_experts": 3, "sliding_window": WINDOW, "rope_parameters": ROPE},
-    ),
-    "gpt2": (GPT2LMHeadModel, GPT2Config, GPT2),
-    "llama": (LlamaForCausalLM, LlamaConfig, SMALL),
-    "mistral": (MistralForCausalLM, MistralConfig, {**SMALL, "sliding_window": WINDOW}),
+EXPERTS: dict[str, Any] = {"num_experts": 5, "moe_intermediate_size": 24, "head_dim": 8, "norm_topk_prob": True}
+WINDOWS: dict[str, Any] = {**SMALL, "sliding_window": WINDOW}
+CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "qwen3_moe": (Qwen3MoeConfig, {**COMMON, **EXPERTS}),
+    "olmoe": (OlmoeConfig, {**COMMON, "num_experts": 4, "intermediate_size": 16}),
+    "mixtral": (MixtralConfig, {**COMMON, "num_local_experts": 3, "intermediate_size": 24}),
+    "gemma2": (Gemma2Config, {**WINDOWS, "attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 8}),
+    "gpt_oss": (GptOssConfig, {**WINDOWS, "num_local_experts": 3, "rope_parameters": ROPE}),
+    "gpt2": (GPT2Config, GPT2),
+    "llama": (LlamaConfig, SMALL),
+    "mistral": (MistralConfig, WINDOWS),
 }
+MODELS = ("qwen3_moe", "olmoe", "mixtral")
+BY_ATTENTION = ("gemma2", "gpt_oss", "gpt2", "llama", "mistral")  # windows, soft caps, sinks, learned positions
+
+
+def tiny_model(name: str, **changes: Any) -> Any:
+    """A random model of this kind with transformers' own eager experts, in float32, without dropout."""
+    config, sizes = CONFIGS[name]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config(**{**sizes, **changes})).to(runtime.DEVICE).eval()
+    if name in (*MODELS, "gpt_oss"):
+        model.set_experts_implementation("eager")
+    return model
 
 
 def attention_model(name: str, **changes: Any) -> Any:
-    """A random model of this kind with its own eager attention and experts, in float32, without dropout."""
-    torch.manual_seed(0)
-    if name in MODELS:
-        model = tiny_model(name, **changes)
-    else:
-        kind, config, own = BY_ATTENTION[name]
-        model = kind(config(**{**own, **changes})).to(runtime.DEVICE).eval()
-    if name == "gpt_oss":  # sinks that weigh as much as keys
-        for layer in model.model.layers:
-            torch.nn.init.normal_(layer.self_attn.sinks)
-        model.set_experts_implementation("eager")
+    """The same with eager attention too, and sinks that weigh as much as keys."""
+    model = tiny_model(name, **changes)
+    for layer in model.model.layers if name == "gpt_oss" else ():
+        torch.nn.init.normal_(layer.self_attn.sinks)
     model.generation_config.eos_token_id = None
     model.set_attn_implementation("eager")
     return model
@@ -138,6 +115,59 @@ def losses(model: Any, ids: torch.Tensor, steps: int = 3) -> list[float]:
         optimizer.step()
         losses.append(loss.item())
     return losses
+
+
+def with_lora(model: Any, rank: int = 3, **changes: Any) -> Any:
+    """LoRA on all experts and on the attention's queries; its B is random too, else the adapter would do nothing."""
+    import peft
+
+    options: dict[str, Any] = {
+        "target_parameters": interop.expert_parameters(model), "target_modules": ["q_proj"], "lora_alpha": 6,
+        "init_lora_weights": False,
+    }  # fmt: skip
+    torch.manual_seed(1)
+    return peft.get_peft_model(model, peft.LoraConfig(r=rank, **{**options, **changes}))
+
+
+def pairs(model: Any) -> dict[tuple[str, ...], torch.nn.Parameter]:
+    """By what they are for: around packed parameters PEFT nests its wrappers in another order."""
+    found = {}
+    for name, module in model.named_modules():
+        for part in ("lora_A", "lora_B"):
+            if hasattr(module, part):
+                where = name.replace(".base_layer", ""), getattr(module, "parameter_name", ""), part
+                found[where] = getattr(module, part)["default"].weight
+    return found
+
+
+def with_equal_pairs(model: Any, dense: Any) -> tuple[Any, Any]:
+    """Both with LoRA, if they have none, and the pairs of the first in the second."""
+    model, dense = (each if pairs(each) else with_lora(each) for each in (model, dense))
+    ours, theirs = pairs(model), pairs(dense)
+    assert ours.keys() == theirs.keys() and ours
+    for where, pair in ours.items():
+        theirs[where].data.copy_(pair)
+    return model, dense
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    """All that a checkpoint holds."""
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        found |= load_file(path)
+    return found
+
+
+def write_checkpoint(folder: Path, tensors: dict[str, torch.Tensor], **settings: Any) -> None:
+    """Two shards in the place of those that are there, and more settings in ``config.json``."""
+    for path in folder.glob("*.safetensors"):
+        path.unlink()
+    shards = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(tensors)}
+    for shard in set(shards.values()):
+        save_file({name: tensors[name] for name in tensors if shards[name] == shard}, folder / shard, {"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": shards}))
+    written = json.loads((folder / "config.json").read_text()) | settings
+    (folder / "config.json").write_text(json.dumps(written))
 
 
 def dequantized(name: str, quantized: Any, **changes: Any) -> Any:

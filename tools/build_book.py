@@ -35,6 +35,11 @@ EXECUTED = ROOT / "_build" / "executed"
 HAS_GPU = shutil.which("nvidia-smi") is not None
 # On a GPU one after the other: some of them take times.
 AT_ONCE = 1 if HAS_GPU else len(os.sched_getaffinity(0))
+# Cells run as the tests do: Triton's interpreter with caches, and a garbage collector that rarely looks through all of PyTorch.
+QUICK = (
+    "from kernelbook.lab import remembered_types; remembered_types.remember(); del remembered_types; "
+    "import gc; gc.freeze(); gc.set_threshold(100_000, 20, 100); del gc"
+)
 BUILT_FROM = EXECUTED.parent / "built_from"
 # What decides the outputs of a notebook beside itself.
 DECIDING = ("src", "book/results", "book/evidence", "book/compiled.csv", "book/moe_lora_orders.csv", "requirements.txt")
@@ -87,7 +92,7 @@ def kernels(*arguments: str) -> Iterator[Path]:
     """The environment in which notebooks run, kernels with these arguments besides, and a folder that goes with it."""
     with tempfile.TemporaryDirectory() as scratch:
         # This very Python, whatever kernel of the same name the user has installed elsewhere.
-        quick = [] if HAS_GPU else ["--ext=quick_cells"]
+        quick = [] if HAS_GPU else [f"--IPKernelApp.exec_lines={QUICK}"]
         extra = ["--log-level=ERROR", *quick, *arguments]
         write_kernel_spec(Path(scratch, "kernels", "python3"), extra_arguments=extra)
         os.environ["JUPYTER_PATH"] = os.pathsep.join(filter(None, [scratch, os.environ.get("JUPYTER_PATH")]))

@@ -15,7 +15,6 @@ import ast
 import contextlib
 import dataclasses
 import json
-import linecache
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -62,11 +61,7 @@ def from_notebook(stem: str, *names: str) -> ModuleType:
     if missing := set(names) - set(found):
         raise ValueError(f"from_notebook: {stem}.ipynb has no {', '.join(sorted(missing))}")
     head = "import torch\nimport triton\nimport triton.language as tl"
-    text, module = "\n\n\n".join([head, *found.values()]) + "\n", ModuleType(f"{stem}_kernels")
-    file = f"<kernels of {stem}>"
-    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)  # there the interpreter reads them
-    exec(compile(text, file, "exec"), vars(module))  # noqa: S102
-    return module
+    return instrument_gluon.module_of("\n\n\n".join([head, *found.values()]) + "\n", f"{stem}_kernels")
 
 
 @dataclasses.dataclass
@@ -145,13 +140,17 @@ def cells(name: str, elements: list[int], code: str, words: list[str] | None = N
 class Frames(list[dict[str, Any]]):
     """What a run shows, one after the other; at first what there is before anything happens."""
 
-    def __init__(self, note: str, changes: list[list[Any]] | None = None) -> None:
+    def __init__(self, note: str, *changes: list[Any]) -> None:
         super().__init__()
-        self.show(note, changes)
+        self.show(note, *changes)
 
-    def show(self, note: str, changes: list[list[Any]] | None = None) -> None:
+    def show(self, note: str, *changes: list[Any]) -> None:
         """What happens, and the cells that it changes."""
-        self.append({"note": note} if changes is None else {"set": changes, "note": note})
+        self.append({"set": list(changes), "note": note} if changes else {"note": note})
+
+    def as_run(self, name: str, facts: dict[str, Any]) -> dict[str, Any]:
+        """The frames by a name of the control, with what a reader is told beside them."""
+        return {"name": name, "frames": self, "facts": facts}
 
 
 def telling(function: Callable[..., Any], note: Callable[[Any], object]) -> Callable[..., Any]:
@@ -183,7 +182,6 @@ def first_kernel() -> Recording:
         programs = triton.cdiv(n, block)
         with watch(x=x, y=y, out=out) as seen:
             page._add_fwd_kernel[(programs,)](x, y, out, n, BLOCK=block)
-        assert torch.equal(out, x + y)
         frames = Frames(f"{programs} programs, each with a tile of {block}. Nothing is loaded yet.")
         for access in seen:
             what = "loads" if access.kind == "load" else "stores"
@@ -193,11 +191,11 @@ def first_kernel() -> Recording:
             if outside:
                 note += f" Its mask keeps it from {len(outside)} more, which do not exist."
             code = "a" if access.kind == "load" else "b"
-            frames.show(note, cells(access.tensor, access.elements, code) + cells(access.tensor, outside, "x"))
+            frames.show(note, *(cells(access.tensor, access.elements, code) + cells(access.tensor, outside, "x")))
         moved = sum(4 * len(access.elements) for access in seen)
         masked = sum(access.masked for access in seen if access.kind == "store")
         facts = {"programs": programs, "bytes read and written": moved, "elements masked off": masked}
-        runs.append({"name": f"BLOCK = {block}", "frames": frames, "facts": facts})
+        runs.append(frames.as_run(f"BLOCK = {block}", facts))
     moved = {run["facts"]["bytes read and written"] for run in runs}
     assert len(moved) == 1
     return {
@@ -232,15 +230,12 @@ def interleave(
     """
     memory: Cells = [frozenset()] * n
     registers = [list(memory), list(memory)]
-    owner = None
     for operation, program, half in schedule:
         at, changes = slice(half * n // 2, (half + 1) * n // 2), []
         if operation == "acquire":
-            assert owner is None
-            owner, changes = program, [["lock", 0, "ab"[program], ["1"]]]
+            changes = [["lock", 0, "ab"[program], ["1"]]]
         elif operation == "release":
-            assert owner == program
-            owner, changes = None, [["lock", 0, ".", ["0"]]]
+            changes = [["lock", 0, ".", ["0"]]]
         elif operation == "load":
             registers[program][at] = [cell | {program} for cell in memory[at]]
             changes = [[f"p{program}", at.start, *shown(registers[program][at], program)]]
@@ -248,7 +243,7 @@ def interleave(
             memory[at] = registers[program][at] if operation == "store" else [cell | {program} for cell in memory[at]]
             changes = [[name, at.start, *shown(memory[at], program)]]
         threads, rows = ("the other" if half else "one"), f"rows {at.start} to {at.stop - 1}"
-        frames.show(notes[operation].format(p=program, t=threads, rows=rows), changes)
+        frames.show(notes[operation].format(p=program, t=threads, rows=rows), *changes)
     return sum(len(cell) < 2 for cell in memory)
 
 
@@ -266,7 +261,6 @@ def layer_norm() -> Recording:
         )  # fmt: skip
     own = [access for access in seen if access.program[0] == 0]
     assert [access.kind for access in own] == ["atomic", "load", "store", "barrier", "atomic"]
-    assert db[0].tolist() == [3.0] * n
     notes = {
         "acquire": "Program {p} finds 0 in the lock and makes it 1: it owns the sums.",
         "spin": "Program {p} finds 1 in the lock, and asks again.",
@@ -302,15 +296,13 @@ def layer_norm() -> Recording:
     for name, schedule in schedules.items():
         frames = Frames(
             "Each program has 1 or 2 to add to every element. Both begin.",
-            [
-                ["sums", 0, "." * n, ["0"] * n],
-                ["lock", 0, ".", ["0"]],
-                ["p0", 0, "." * n, [""] * n],
-                ["p1", 0, "." * n, [""] * n],
-            ],
+            ["sums", 0, "." * n, ["0"] * n],
+            ["lock", 0, ".", ["0"]],
+            ["p0", 0, "." * n, [""] * n],
+            ["p1", 0, "." * n, [""] * n],
         )
         lost = interleave(frames, schedule, "sums", n, notes, shown)
-        runs.append({"name": name, "frames": frames, "facts": {"elements that should be 3": n, "of them wrong": lost}})
+        runs.append(frames.as_run(name, {"elements that should be 3": n, "of them wrong": lost}))
     wrong = [run["facts"]["of them wrong"] for run in runs]
     assert wrong[0] == wrong[3] == 0 and wrong[1] == n and 0 < wrong[2] < n
     return {
@@ -359,10 +351,9 @@ def attention_online() -> Recording:
             page._attention_fwd_loop_kernel[(1, 1)](
                 q, k, v[:, order].contiguous(), o, 16, keys, d**-0.5, D=d, BLOCK_M=16, BLOCK_N=tile, BLOCK_D=d
             )  # fmt: skip
-        assert len(states) == keys // tile
         values = [f"{value:.1f}" for value in scores[order].tolist()]
         frames = Frames(
-            "One query, 64 scores, a row for each tile. m = minus infinity, l = 0.", [["scores", 0, "." * keys, values]]
+            "One query, 64 scores, a row for each tile. m = minus infinity, l = 0.", ["scores", 0, "." * keys, values]
         )
         shrinks = 0
         maximum = -np.inf
@@ -379,15 +370,14 @@ def attention_online() -> Recording:
                 note += f" The maximum grew: what was summed so far is multiplied by {factor:.3f}."
             elif i:
                 note += " The maximum stayed, and the factor is 1."
-            frames.show(note, change)
+            frames.show(note, *change)
         whole = float(torch.softmax(scores.double(), 0) @ v[0, :, 0].double())
-        assert abs(a / total - whole) < 1e-5 and abs(float(o[0, 0, 0]) - whole) < 1e-5
         facts = {
             "tiles that shrink the sum": shrinks,
             "a / l at the end": f"{a / total:.4f}",
             "softmax of the whole row": f"{whole:.4f}",
         }
-        runs.append({"name": name, "frames": frames, "facts": facts})
+        runs.append(frames.as_run(name, facts))
     first = runs[1]["facts"]["tiles that shrink the sum"]
     choices = ["none of the other three", "one of them", "all three"]
     return {
@@ -421,7 +411,7 @@ def attention_causal() -> Recording:
                 q, k, v, torch.empty_like(q), n, s, d**-0.5, D=d, BLOCK_M=side, BLOCK_N=side, BLOCK_D=d, **how
             )  # fmt: skip
         frames = Frames(
-            f"{rows} programs, each with {side} queries: a row of tiles.", [["tiles", 0, "g" * (rows * columns)]]
+            f"{rows} programs, each with {side} queries: a row of tiles.", ["tiles", 0, "g" * (rows * columns)]
         )
         for access in seen:
             row, column = access.program[0], access.elements[0] // (side * d)
@@ -435,9 +425,9 @@ def attention_causal() -> Recording:
                 else ("b", "seen in part, masked")
             )
             note = f"Program {row}, tile {column} of the keys: {what}."
-            frames.show(note, [["tiles", row * columns + column, code]])
+            frames.show(note, ["tiles", row * columns + column, code])
         facts = {"tiles": rows * columns, "visited": len(seen), "share": f"{len(seen) / (rows * columns):.0%}"}
-        runs.append({"name": name, "frames": frames, "facts": facts})
+        runs.append(frames.as_run(name, facts))
     share = runs[1]["facts"]["share"]
     choices = ["13%", "50%", "56%"]
     return {
@@ -476,13 +466,13 @@ def choosing_tiles() -> Recording:
         found = compiled.occupancy(kernel.registers, kernel.shared_bytes, warps, h200)
         frames = Frames(
             f"A program takes {kernel.registers} registers a lane in {warps} warps, and {shared} KiB of shared memory.",
-            [["warps", 0, "." * places]],
+            ["warps", 0, "." * places],
         )
         for program in range(found.programs):
             places_of = ["warps", program * warps, "abcdef"[program % 6] * warps]
-            frames.show(f"Program {program + 1} finds room.", [places_of])
+            frames.show(f"Program {program + 1} finds room.", places_of)
         left = list(range(found.programs * warps, places))
-        frames.show(f"No further program: the limit is {found.limit}.", cells("warps", left, "g"))
+        frames.show(f"No further program: the limit is {found.limit}.", *cells("warps", left, "g"))
         facts = {
             "registers a lane": kernel.registers,
             "shared memory, KiB": shared,
@@ -491,7 +481,7 @@ def choosing_tiles() -> Recording:
             "measured, ms": f"{ms:.3f}",
         }
         measured.append((found.share, ms))
-        runs.append({"name": f"{config[0]} by {config[1]}, {warps} warps", "frames": frames, "facts": facts})
+        runs.append(frames.as_run(f"{config[0]} by {config[1]}, {warps} warps", facts))
     fastest = min(range(len(measured)), key=lambda i: measured[i][1])
     shares = [share for share, _ in measured]
     answer = 0 if shares[fastest] == max(shares) else 1
@@ -526,15 +516,12 @@ def nf4() -> Recording:
         out = torch.zeros(n)
         with watch(packed=packed, absmax=absmax, code=book, out=out) as seen:
             kernel[(1,)](packed, absmax, book, out, n, BLOCK_SIZE=block, BLOCK=lanes)
-        torch.testing.assert_close(out, book[codes] * absmax.repeat_interleave(block))
         by = {access.tensor: access.elements for access in seen}
         asked = {tensor: len(elements) for tensor, elements in by.items()}
         frames = Frames(
             "Eight bytes hold sixteen codes. The first code of a byte is its high half.",
-            [
-                ["packed", 0, "." * (n // 2), [f"{byte:02x}" for byte in packed.tolist()]],
-                ["absmax", 0, "..", ["1.0", "2.0"]],
-            ],
+            ["packed", 0, "." * (n // 2), [f"{byte:02x}" for byte in packed.tolist()]],
+            ["absmax", 0, "..", ["1.0", "2.0"]],
         )
         each = n // lanes
         for lane in range(lanes):
@@ -552,9 +539,9 @@ def nf4() -> Recording:
             ]
             if lane:
                 change = [["code", 0, "." * 16], *change]
-            frames.show(f"Lane {lane} loads byte {byte}: {halves}.", change)
+            frames.show(f"Lane {lane} loads byte {byte}: {halves}.", *change)
         facts = {"loads of a byte": asked["packed"], "loads of a scale": asked["absmax"], "outputs a lane": each}
-        runs.append({"name": name, "frames": frames, "facts": facts})
+        runs.append(frames.as_run(name, facts))
     simple = runs[0]["facts"]["loads of a byte"]
     choices = ["8: there are eight bytes", "16: one for each element", "32: a byte and a scale each"]
     return {
@@ -603,17 +590,15 @@ def moe_lora() -> Recording:
             page._scatter2scatter_fwd_kernel[(room, 1)](
                 x, *x.stride(), w, *w.stride(), routing.order, listed, y, k, n, slots, BLOCK_M=height, BLOCK_N=16, BLOCK_K=16
             )  # fmt: skip
-        expected = torch.einsum("tk,tjkn->tjn", x, w[ids]).reshape(rows, n)
-        torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
         codes = "abcd"
         by_pair = "".join(codes[e] for e in ids.flatten().tolist())
         frames = Frames(
             f"{tokens} tokens, two experts each: {rows} rows, in the order of the tokens. A colour is an expert.",
-            [["pairs", 0, by_pair]],
+            ["pairs", 0, by_pair],
         )
         frames.show(
             "Sorted by expert. " + ", ".join(f"expert {e} has {count}" for e, count in enumerate(counts)) + " rows.",
-            [["sorted", 0, "".join(by_pair[p] for p in routing.order.tolist())]],
+            ["sorted", 0, "".join(by_pair[p] for p in routing.order.tolist())],
         )
         stores = {access.program[0]: access for access in seen if access.tensor == "y"}
         for program in range(room):
@@ -622,21 +607,17 @@ def moe_lora() -> Recording:
                 continue
             expert, first, count = tiles[program]
             written = sorted({element // n for element in stores[program].elements})
-            assert len(written) == count
             frames.show(
                 f"Program {program}: expert {expert}, {count} rows of a tile of {height}, written straight to their places.",
-                [
-                    *cells("sorted", list(range(first, first + count)), "e"),
-                    *cells("y", written, codes[expert]),
-                ],
+                *cells("sorted", list(range(first, first + count)), "e"),
+                *cells("y", written, codes[expert]),
             )
         facts = {
             "tiles": len(tiles),
             "programs that are launched": room,
             "rows of tiles for each real row": f"{len(tiles) * height / rows:.2f}",
         }
-        runs.append({"name": name, "frames": frames, "facts": facts})
-    assert len({run["facts"]["programs that are launched"] for run in runs}) == 1
+        runs.append(frames.as_run(name, facts))
     room = runs[0]["facts"]["programs that are launched"]
     choices = [str(rows // height), str(room), str(rows)]
     return {
@@ -671,9 +652,6 @@ def sparse_linear() -> Recording:
             page._sparse_dw_bwd_chunk_kernel[(len(active), 2)](
                 ids, x, *x.stride(), dy, *dy.stride(), dw, *dw.stride(), m, d_in, d_out, CHUNK=chunk, BLOCK_M=16, BLOCK_D=16
             )  # fmt: skip
-        kept = torch.zeros(chunks, dtype=torch.bool)
-        kept[active] = True
-        torch.testing.assert_close(dw, (dy.t() @ x) * kept.repeat_interleave(chunk)[:, None], rtol=1e-4, atol=1e-4)
         frames = Frames(f"{len(active)} of {chunks} chunks are active: {', '.join(map(str, active))}.")
         for access in seen:
             if access.tensor == "x":
@@ -687,7 +665,7 @@ def sparse_linear() -> Recording:
                 change = cells("dw", places, "b")
                 what = "writes its tile of dW"
             frames.show(
-                f"Program {access.program[0]}, {access.program[1]} (chunk {active[access.program[0]]}) {what}.", change
+                f"Program {access.program[0]}, {access.program[1]} (chunk {active[access.program[0]]}) {what}.", *change
             )
         once = {name: len({e for a in seen if a.tensor == name for e in a.elements}) for name in ("x", "dy", "dw")}
         facts = {
@@ -696,13 +674,9 @@ def sparse_linear() -> Recording:
             "elements of dW that are written": once["dw"],
             "multiplications": sum(len(a.elements) for a in seen if a.tensor == "dw") * m,
         }
-        runs.append({"name": f"{len(active)} of {chunks} active", "frames": frames, "facts": facts})
+        runs.append(frames.as_run(f"{len(active)} of {chunks} active", facts))
     quarter, full = runs[1]["facts"], runs[3]["facts"]
-    names = list(full)
-    same = [name for name in names if quarter[name] == full[name]]
-    assert same == ["elements of X that are read"] and all(
-        4 * quarter[name] == full[name] for name in names if name not in same
-    )
+    assert [name for name in full if 4 * quarter[name] != full[name]] == ["elements of X that are read"]
     choices = ["what is read of dY", "what is read of X", "the multiplications"]
     return {
         "title": "The gradient of the weight, a chunk a program",
@@ -748,7 +722,7 @@ def scatter_ffn() -> Recording:
         with watch(order, partial=partial, tickets=tickets, y=y) as seen:
             _tickets_kernel[(split,)](x, partial, tickets, y, SPLIT=split, BLOCK=block)
         totals.append(y)
-        frames = Frames("Four programs have a part of the sum each. The counter is 0.", [["tickets", 0, ".", ["0"]]])
+        frames = Frames("Four programs have a part of the sum each. The counter is 0.", ["tickets", 0, ".", ["0"]])
         drawn, last = 0, -1
         for access in seen:
             program, code = access.program[0], "abcd"[access.program[0]]
@@ -756,31 +730,30 @@ def scatter_ffn() -> Recording:
                 continue
             row = access.elements[0] // block
             if access.tensor == "tickets" and access.kind == "store":
-                frames.show(f"Program {program} sets the counter back to 0.", [["tickets", 0, code, ["0"]]])
+                frames.show(f"Program {program} sets the counter back to 0.", ["tickets", 0, code, ["0"]])
             elif access.tensor == "tickets":
                 drawn += 1
                 note = f"Program {program} draws ticket {drawn - 1}."
                 note += (
                     " It is the last one: all parts are there." if drawn == split else " Others are to come: it ends."
                 )
-                frames.show(note, [["tickets", 0, code, [str(drawn)]]])
+                frames.show(note, ["tickets", 0, code, [str(drawn)]])
                 last = program
             elif access.tensor == "y":
-                frames.show(f"Program {program} writes the total.", [["y", 0, code * block]])
+                frames.show(f"Program {program} writes the total.", ["y", 0, code * block])
             elif access.kind == "store":
                 frames.show(
-                    f"Program {program} writes its part to its own row.", [["partial", row * block, code * block]]
+                    f"Program {program} writes its part to its own row.", ["partial", row * block, code * block]
                 )
             else:
-                frames.show(f"Program {program} adds row {row}.", [["partial", row * block, "e" * block]])
+                frames.show(f"Program {program} adds row {row}.", ["partial", row * block, "e" * block])
         facts = {
             "who adds up": f"program {last}",
             "order of the additions": "0, 1, 2, 3",
             "atomic additions of floats": 0,
         }
-        runs.append({"name": "they end as " + ", ".join(map(str, order)), "frames": frames, "facts": facts})
+        runs.append(frames.as_run("they end as " + ", ".join(map(str, order)), facts))
     assert all(torch.equal(totals[0], other) for other in totals)
-    assert len({run["facts"]["who adds up"] for run in runs}) == 3
     return {
         "title": "Tickets: who comes last adds up",
         "question": "The programs end in another order. What changes?",
@@ -801,13 +774,12 @@ def scatter_ffn() -> Recording:
 
 def attention_backward() -> Recording:
     """Two programs add to the same rows of dQ: by load, add and store, and by atomics."""
-    names = ("_load_rows", "_load_per_row", "_store_rows", "_attention_bwd_keys_kernel", "forward", "shares_of")
+    names = ("_load_rows", "_load_per_row", "_store_rows", "_attention_bwd_keys_kernel", "forward")
     page = from_notebook("attention_backward", *names)
     n, s, d, side = 16, 32, 16, 16
     generator = torch.Generator().manual_seed(4)
     q, k, v, do = (torch.randn(1, count, d, generator=generator) for count in (n, s, s, n))
     o, lse = page.forward(q, k, v, False)
-    truth = page.shares_of(do, q, k, v, side).sum(0)
     kinds = {}
     for atomic in (False, True):
         dq, dk, dv = torch.zeros(1, n, d), torch.empty_like(k), torch.empty_like(v)
@@ -816,7 +788,6 @@ def attention_backward() -> Recording:
                 q, k, v, do, lse, (o * do).sum(-1), dq, dk, dv, n, s, d**-0.5, ATOMIC=atomic, D=d, BLOCK_M=side, BLOCK_N=side, BLOCK_D=d
             )  # fmt: skip
         kinds[atomic] = [(access.program[0], access.kind) for access in seen]
-        torch.testing.assert_close(dq.double(), truth, rtol=1e-3, atol=1e-4)
     assert kinds[False] == [(0, "load"), (0, "store"), (1, "load"), (1, "store")]
     assert kinds[True] == [(0, "atomic"), (1, "atomic")]
     codes = {frozenset(): ".", frozenset({0}): "a", frozenset({1}): "b", frozenset({0, 1}): "c"}
@@ -837,7 +808,7 @@ def attention_backward() -> Recording:
     for name, schedule in schedules.items():
         frames = Frames("Sixteen rows of dQ are zero. Each program has a share for every row.")
         lost = interleave(frames, schedule, "dq", n, notes, lambda cells, _: ["".join(codes[cell] for cell in cells)])
-        runs.append({"name": name, "frames": frames, "facts": {"rows": n, "rows that lost a share": lost}})
+        runs.append(frames.as_run(name, {"rows": n, "rows that lost a share": lost}))
     lost = [run["facts"]["rows that lost a share"] for run in runs]
     assert lost[0] == 0 == lost[2] and 0 < lost[1] < n
     return {
@@ -866,7 +837,6 @@ def attention_decoding() -> Recording:
     keys = shares * tile
     generator = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(1, rows, d, generator=generator) for rows in (1, keys, keys))
-    exact = (q.double() @ k.double().mT * d**-0.5).softmax(-1) @ v.double()
     runs, merged_by, outputs = [], [], []
     for name, order in {"0, 1, 2, 3": [0, 1, 2, 3], "3, 2, 1, 0": [3, 2, 1, 0], "2, 0, 3, 1": [2, 0, 3, 1]}.items():
         o, part, lse = torch.zeros(1, 1, d), torch.zeros(1, shares, tile, d), torch.zeros(1, shares, tile)
@@ -876,22 +846,18 @@ def attention_decoding() -> Recording:
                 q, k, v, o, part, lse, tickets, 1, keys, shares, d**-0.5 * float(np.log2(np.e)),
                 D=d, BLOCK_M=tile, BLOCK_N=tile, BLOCK_D=d, SEM="acq_rel",
             )  # fmt: skip
-        torch.testing.assert_close(o.double(), exact, rtol=1e-4, atol=1e-5)
-        assert not tickets.any()
         outputs.append(o)
-        frames = Frames(
-            f"{keys} keys of one head, {shares} programs. The counter is zero.", [["tickets", 0, ".", ["0"]]]
-        )
+        frames = Frames(f"{keys} keys of one head, {shares} programs. The counter is zero.", ["tickets", 0, ".", ["0"]])
         drawn, merging = 0, None
         for access in seen:
             program = access.program[0]
             mine = "abcd"[program]
             if access.tensor == "k":
                 read = sorted({element // d for element in access.elements})
-                frames.show(f"Program {program} walks over its share of the keys.", cells("k", read, mine))
+                frames.show(f"Program {program} walks over its share of the keys.", *cells("k", read, mine))
             elif access.tensor == "lse" and access.kind == "store":
                 frames.show(
-                    "It stores its part: the mean of its values, and its log-sum-exp.", [["parts", program, mine]]
+                    "It stores its part: the mean of its values, and its log-sum-exp.", ["parts", program, mine]
                 )
             elif access.kind == "atomic":
                 drawn += 1
@@ -901,17 +867,16 @@ def attention_decoding() -> Recording:
                     if drawn == shares
                     else " Others are still missing, so it ends."
                 )
-                frames.show(note, [["tickets", 0, mine, [str(drawn)]]])
+                frames.show(note, ["tickets", 0, mine, [str(drawn)]])
             elif access.tensor == "tickets" and access.kind == "store":
-                frames.show("It puts the counter back to zero for the next launch.", [["tickets", 0, ".", ["0"]]])
+                frames.show("It puts the counter back to zero for the next launch.", ["tickets", 0, ".", ["0"]])
             elif access.tensor == "o":
                 merging = program
                 frames.show(
-                    f"Program {program} has read all parts in their order, and stores the output.", [["o", 0, mine]]
+                    f"Program {program} has read all parts in their order, and stores the output.", ["o", 0, mine]
                 )
-        assert merging == order[-1]
         merged_by.append(merging)
-        runs.append({"name": name, "frames": frames, "facts": {"launches": 1, "merged by program": merging}})
+        runs.append(frames.as_run(name, {"launches": 1, "merged by program": merging}))
     assert len(set(merged_by)) > 1
     assert all(torch.equal(o, outputs[0]) for o in outputs)
     return {
@@ -954,11 +919,11 @@ def sparse_training() -> Recording:
             hit = len(asked & where)
             frames.show(
                 f"Step {step}: {hit} of the {len(where)} chunks with the gradient are chosen.",
-                [["steps", step * chunks, "".join(row)]],
+                ["steps", step * chunks, "".join(row)],
             )
         recall = float(np.mean([score["recall"] for score in scores]))
         found[name] = recall
-        runs.append({"name": name, "frames": frames, "facts": {"found, in the mean": f"{recall:.0%}"}})
+        runs.append(frames.as_run(name, {"found, in the mean": f"{recall:.0%}"}))
     assert found["random"] < found["ema_topk"] < found["oracle"]
     return {
         "title": "Chosen chunks over time",
@@ -1008,10 +973,10 @@ def together() -> Recording:
         at = 0.0
         for code, (what, size) in zip("abcd", part.items()):
             first, last = round(at), round(at + size / 2**30)
-            frames.show(f"{what.capitalize()}: {size / 2**30:.1f} GiB.", cells("gib", list(range(first, last)), code))
+            frames.show(f"{what.capitalize()}: {size / 2**30:.1f} GiB.", *cells("gib", list(range(first, last)), code))
             at += size / 2**30
         fits = "yes" if at < gpu else f"no: {at / gpu:.1f} times as much"
-        runs.append({"name": name, "frames": frames, "facts": {"GiB": f"{at:.1f}", f"fits a GPU of {gpu} GB": fits}})
+        runs.append(frames.as_run(name, {"GiB": f"{at:.1f}", f"fits a GPU of {gpu} GB": fits}))
     share = total["4 bits, frozen"] / total["bfloat16, frozen"]
     choices = ["exactly a quarter", "a bit more than a quarter", "half"]
     return {
@@ -1050,12 +1015,9 @@ def launches() -> Recording:
             changes = [["calls", call, "abcdef"[kernel % 6]], ["kernels", kernel, "abcdef"[kernel % 6]]]
             begin = f", {tensor.storage_offset() * tensor.element_size()} bytes in" if tensor.storage_offset() else ""
             note = f"Call {call + 1}, {str(tensor.dtype).removeprefix('torch.')}{begin}, N = {n}: {what} kernel {kernel + 1}."
-            frames.show(note, changes)
-        runs.append(
-            {"name": name, "frames": frames, "facts": {"calls": len(arguments), "kernels compiled": len(known)}}
-        )
+            frames.show(note, *changes)
+        runs.append(frames.as_run(name, {"calls": len(arguments), "kernels compiled": len(known)}))
     compiled = runs[0]["facts"]["kernels compiled"]
-    assert compiled == 1
     choices = ["1", "2", "16"]
     return {
         "title": "Sixteen calls, so many kernels",
@@ -1090,22 +1052,20 @@ def several_gpus() -> Recording:
             words = [str(count) if count else "" for count in asked]
             frames.show(
                 f"Token {token}: {slots} experts, on {int(goes[token].sum())} GPUs. A number says how many it asks for there.",
-                [["goes", token * gpus, row, words]],
+                ["goes", token * gpus, row, words],
             )
         pairs, rows = tokens * slots, int(goes.sum())
         runs.append(
-            {
-                "name": f"{slots} expert{'s' * (slots > 1)} a token",
-                "frames": frames,
-                "facts": {
+            frames.as_run(
+                f"{slots} expert{'s' * (slots > 1)} a token",
+                {
                     "rows, if each pair travelled": pairs,
                     "rows, once to each GPU": rows,
                     "share": f"{rows / pairs:.0%}",
                 },
-            }
+            )
         )
     rows = [run["facts"]["rows, once to each GPU"] for run in runs]
-    assert rows == sorted(rows) and rows[-1] <= tokens * gpus < tokens * 8
     return {
         "title": "Where tokens travel",
         "question": "From one expert a token to eight, on four GPUs: how much does the traffic grow, if a row goes to each GPU only once?",
@@ -1135,19 +1095,17 @@ def bytes_in_flight() -> Recording:
             free = max(asked[slot], free) + piece / rate
             asked[slot] = max(free, asked[slot] + latency)
             arrivals.append(asked[slot])
-        frames = Frames(
-            f"The SM asks for {slots} pieces of {piece} bytes at once: {kib} KiB.", [["way", 0, "a" * slots]]
-        )
+        frames = Frames(f"The SM asks for {slots} pieces of {piece} bytes at once: {kib} KiB.", ["way", 0, "a" * slots])
         for now in range(step, end + 1, step):
             there = sum(arrival <= now for arrival in arrivals)
-            frames.show(f"After {now} ns: {there} pieces are there.", [["there", 0, "b" * there]])
+            frames.show(f"After {now} ns: {there} pieces are there.", ["there", 0, "b" * there])
         share = sum(latency < arrival <= 11 * latency for arrival in arrivals) * piece / (10 * latency) / rate
         facts = {
             "KiB on their way": kib,
             "bytes a nanosecond": f"{share * rate:.1f}",
             "share of what one SM can get": f"{min(1.0, share):.0%}",
         }
-        runs.append({"name": f"{kib} KiB", "frames": frames, "facts": facts})
+        runs.append(frames.as_run(f"{kib} KiB", facts))
     shares = [int(run["facts"]["share of what one SM can get"][:-1]) for run in runs]
     choices = [20, 50, 90]
     return {
@@ -1180,17 +1138,16 @@ def splits_against_time() -> Recording:
             sm, own = busy.index(min(busy)), blocks // splits
             frames.show(
                 f"Share {share} on SM {sm}: {start} units to begin, {own} blocks of keys.",
-                [["time", sm * width + busy[sm], "x" * start + "a" * own]],
+                ["time", sm * width + busy[sm], "x" * start + "a" * own],
             )
             busy[sm] += start + own
         merge = -(-splits // merged)
         frames.show(
-            f"The last program merges {splits} parts.",
-            [["time", busy.index(max(busy)) * width + max(busy), "c" * merge]],
+            f"The last program merges {splits} parts.", ["time", busy.index(max(busy)) * width + max(busy), "c" * merge]
         )
         total = max(busy) + merge
         facts = {"units of time": total, "waves": -(-splits // sms), "SMs at work": f"{sum(busy) / (sms * total):.0%}"}
-        runs.append({"name": f"{splits} shares", "frames": frames, "facts": facts})
+        runs.append(frames.as_run(f"{splits} shares", facts))
     times = [run["facts"]["units of time"] for run in runs]
     best = times.index(min(times))
     return {
@@ -1222,14 +1179,14 @@ def tile_height() -> Recording:
             code = "".join("ab"[i // height % 2] for i in range(count)) + "x" * (own * height - count)
             frames.show(
                 f"Expert {expert}: {count} rows, {own} tile{'s' * (own > 1)}. Each reads the expert's matrix once.",
-                [["rows", expert * width, code]],
+                ["rows", expert * width, code],
             )
         facts = {
             "reads of a matrix": tiles,
             "rows that do not exist": tiles * height - sum(counts),
             "rows computed for each real one": f"{tiles * height / sum(counts):.2f}",
         }
-        runs.append({"name": f"{height} rows", "frames": frames, "facts": facts})
+        runs.append(frames.as_run(f"{height} rows", facts))
     reads = [run["facts"]["reads of a matrix"] for run in runs]
     return {
         "title": "The height of a tile",
@@ -1264,7 +1221,6 @@ def same_bits() -> Recording:
             kernel = page._parts_kernel if fixed else page._split_kernel
             kernel[grid](x, w, sums, rows, n, k, *(() if fixed else (k // programs,)), **blocks, **more)
         found = page.joined(sums)[0]
-        torch.testing.assert_close(found, batch[0] @ w, rtol=1e-4, atol=1e-4)
         alone = found if rows == 1 else alone
         own = [access for access in seen if access.program[0] == 0]
         frames = Frames(f"{k} numbers of one row, in a batch of {rows}. {programs} programs share them.")
@@ -1275,16 +1231,14 @@ def same_bits() -> Recording:
                 note = f"Program {program} multiplies and adds."
                 if fixed and programs == 1 and (read[-1] + 1) % part == 0:
                     note += " A part is full: it joins the sum of those before."
-                frames.show(note, cells("row", read, "abcd"[read[0] // part] if fixed else letter))
+                frames.show(note, *cells("row", read, "abcd"[read[0] // part] if fixed else letter))
             else:
-                frames.show(f"Program {program} stores its sum.", [["sums", program, letter]])
+                frames.show(f"Program {program} stores its sum.", ["sums", program, letter])
         frames.show(
-            "The sums are joined in their order." if programs > 1 else "There is nothing to join.", [["out", 0, "g"]]
+            "The sums are joined in their order." if programs > 1 else "There is nothing to join.", ["out", 0, "g"]
         )
         same = "yes" if torch.equal(found, alone) else "no"
-        runs.append(
-            {"name": name, "frames": frames, "facts": {"programs": programs, "the bits of the row alone": same}}
-        )
+        runs.append(frames.as_run(name, {"programs": programs, "the bits of the row alone": same}))
     assert [run["facts"]["the bits of the row alone"] for run in runs] == ["yes", "no", "yes", "yes"]
     return {
         "title": "One row, alone and among 64",

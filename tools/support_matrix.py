@@ -7,12 +7,9 @@ whether there is one.
 
 import ast
 import contextlib
-import inspect
 import re
-import sys
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,31 +19,15 @@ from torch.utils._pytree import tree_leaves
 
 import kernelbook as kb
 from kernelbook import runtime
+from kernelbook.cases import FUNCTIONS, Case, Given, collect
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
-
-with warnings.catch_warnings():  # of a progress bar, in a notebook's kernel
-    warnings.simplefilter("ignore")
-    from promises import PROMISES, Given, Promise, ids
-
 YES, NO, ERROR = "yes", "no", "error"
 
 
-# What the table's calls have otherwise: it shows what the plain function launches, and sparse gradients that are sparse.
-PLAIN: dict[str, Given] = {
-    "sparse_linear": {"active_chunks": ids(2, 0), "mode": "sparse_dw"},
-    "gather_matmul": {"activation": None},
-    "scatter_ffn": {"w_gate": None},
-    "moe_lora": {"bias": None, "gates": None},
-}
-
-
-def cases() -> dict[str, Promise]:
-    """A case for every public function, as the tests of what all of them owe call it."""
-    named = PROMISES | {"rms_norm": PROMISES["rms_norm of a sum"]}
-    named |= {n: replace(named[n], given=lambda n=n: PROMISES[n].given() | PLAIN[n]) for n in PLAIN}
-    return {name: promise for name, promise in named.items() if inspect.isfunction(getattr(kb, name, None))}
+def cases() -> dict[str, Case]:
+    """The case of every public function, by its name."""
+    return {name: case for name, case in collect(rooms=FUNCTIONS).items() if case.what}
 
 
 def _outcome(attempt: Callable[[], object]) -> str:
@@ -60,15 +41,10 @@ def _outcome(attempt: Callable[[], object]) -> str:
     return YES
 
 
-def _given(case: Promise, dtype: torch.dtype = torch.float32) -> Given:
-    """Arguments in a dtype; those that have gradients want one."""
-    given = case.given()
-    floats = {n: v for n, v in given.items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
-    given |= {
-        name: value.to(dtype).requires_grad_(case.grads is None or name in case.grads) for name, value in floats.items()
-    }
-    takes_dtype = "dtype" in inspect.signature(case.function).parameters
-    return given | ({"dtype": dtype} if takes_dtype else {})
+def _given(case: Case, dtype: torch.dtype = torch.float32) -> Given:
+    """Arguments in a dtype, as the table shows the function; those that have gradients want one."""
+    given = case.of(dtype, **case.plain)
+    return given | {name: given[name].requires_grad_() for name in case.leaves(given)}
 
 
 def _leaves(value: Any) -> list[torch.Tensor]:
@@ -81,26 +57,26 @@ def _gradients(results: Any, given: Given, **how: Any) -> Any:
     return torch.autograd.grad(outputs, _leaves(given), [torch.ones_like(t) for t in outputs], **how)
 
 
-def _compiles(case: Promise) -> None:
+def _compiles(case: Case) -> None:
     torch._dynamo.reset()
     backend = "inductor" if runtime.DEVICE.type == "cuda" else "aot_eager"
     given = _given(case)
     tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
-    results = torch.compile(lambda **t: case.call(given | t), fullgraph=True, backend=backend)(**tensors)
+    results = torch.compile(lambda **t: case.function(**given | t), fullgraph=True, backend=backend)(**tensors)
     if case.grads != ():
         _gradients(results, given)
 
 
-def _second_order(case: Promise) -> None:
+def _second_order(case: Case) -> None:
     given = _given(case)
-    gradients = _gradients(case.call(given), given, create_graph=True)
+    gradients = _gradients(case.function(**given), given, create_graph=True)
     torch.autograd.grad([g.sum() for g in gradients if g.requires_grad], _leaves(given), allow_unused=True)
 
 
-def _forward_mode(case: Promise) -> None:
+def _forward_mode(case: Case) -> None:
     given = _given(case)
     inputs = {n: v.detach() for n, v in given.items() if isinstance(v, torch.Tensor) and v.requires_grad}
-    call = lambda *tensors: case.call(given | dict(zip(inputs, tensors, strict=True)))  # noqa: E731
+    call = lambda *tensors: case.function(**given | dict(zip(inputs, tensors, strict=True)))  # noqa: E731
     torch.func.jvp(call, tuple(inputs.values()), tuple(map(torch.ones_like, inputs.values())))
 
 
@@ -123,10 +99,10 @@ def _counting() -> Iterator[list[int]]:
         yield count
 
 
-def _launches(case: Promise) -> str:
+def _launches(case: Case) -> str:
     given = _given(case)
     with _counting() as forward:
-        results = case.call(given)
+        results = case.function(**given)
     if case.grads == ():
         return str(forward[0])
     with _counting() as backward:
@@ -168,17 +144,17 @@ def _tested(name: str, pattern: str) -> str:
     return "tested" if any(re.search(pattern, test) for test in of_gpu) else "-"
 
 
-def row(name: str, case: Promise) -> dict[str, str]:
+def row(name: str, case: Case) -> dict[str, str]:
     """One line of the table."""
     names = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
-    works = [names[d] for d in names if _outcome(lambda d=d: case.call(_given(case, d))) == YES]
+    works = [names[d] for d in names if _outcome(lambda d=d: case.function(**_given(case, d))) == YES]
     line = {"dtypes": "all" if len(works) == len(names) else ", ".join(works)}
     line["torch.compile"] = _outcome(lambda: _compiles(case))
     with torch.autocast(runtime.DEVICE.type, dtype=torch.bfloat16):
-        line["autocast"] = _outcome(lambda: case.call(_given(case)))
+        line["autocast"] = _outcome(lambda: case.function(**_given(case)))
     given = _given(case)
     attempts: dict[str, Callable[[], object]] = {
-        "gradients": lambda: _gradients(case.call(given), given),
+        "gradients": lambda: _gradients(case.function(**given), given),
         "of gradients": lambda: _second_order(case),
         "forward mode": lambda: _forward_mode(case),
     }

@@ -20,7 +20,6 @@ Other variables, each read when it is needed:
 
 - ``KERNELBOOK_DEBUG=1``: index tensors on the GPU are range-checked too, at the price of a synchronisation.
 - ``KERNELBOOK_AUTOTUNE=1``: kernels that may run more than once are timed with other warps and stages than the rule's.
-- ``KERNELBOOK_CACHE``: the folder for what is worth keeping between processes (default: ``$XDG_CACHE_HOME/kernelbook``).
 """
 
 import contextlib
@@ -33,7 +32,6 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -441,11 +439,3 @@ def autotune_enabled() -> bool:
 def given_commit() -> str:
     """The commit of these sources by ``KERNELBOOK_COMMIT``, for a machine that has them without their repository."""
     return os.environ.get("KERNELBOOK_COMMIT", "")
-
-
-def cache_dir() -> Path:
-    """Return the folder for what is worth keeping between processes; it may not exist yet."""
-    own = os.environ.get("KERNELBOOK_CACHE")
-    if own:
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kernelbook"

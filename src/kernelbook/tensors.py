@@ -80,6 +80,10 @@ def without_autocast(tensor: torch.Tensor) -> contextlib.AbstractContextManager[
     return torch.autocast(tensor.device.type, enabled=False)
 
 
+# An attribute of tensors whose memory is lent to others after the forward pass (nn/offload.py): what brings their values back.
+BRING_BACK = "kernelbook_bring_back"
+
+
 def with_versions(*tensors: torch.Tensor | None) -> tuple[tuple[torch.Tensor, int], ...]:
     """Return the tensors (``None`` aside) that a backward pass keeps without autograd, for :func:`check_versions`."""
     return tuple((tensor, _version(tensor)) for tensor in tensors if tensor is not None)
@@ -88,7 +92,10 @@ def with_versions(*tensors: torch.Tensor | None) -> tuple[tuple[torch.Tensor, in
 def check_versions(kept: Iterable[tuple[torch.Tensor, int]]) -> None:
     """Raise what PyTorch raises where a tensor that a backward pass needs was changed in place since it was kept."""
     for tensor, version in kept:
-        if _version(tensor) != version:
+        bring_back = getattr(tensor, BRING_BACK, None)
+        if bring_back is not None:
+            bring_back()
+        elif _version(tensor) != version:
             raise RuntimeError(
                 f"one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"[{tensor.type()} {list(tensor.shape)}] is at version {_version(tensor)}; expected version {version} instead"

@@ -3,15 +3,17 @@
 The right result is a product of matrices with random numbers, as PyTorch computes it in the dtype.
 """
 
+import argparse
 import csv
 import math
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from common import EVIDENCE, command_line
 
 from kernelbook import check
+
+OUT = Path(__file__).resolve().parents[2] / "book" / "evidence" / "error_rule.csv"
 
 
 def product(n: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,8 +56,8 @@ def smallest_found(kind: str, ref: torch.Tensor, plain: torch.Tensor, elementwis
 
 
 def main() -> None:
-    parser = command_line(__doc__)
-    parser.add_argument("path", type=Path, nargs="?", default=EVIDENCE / "error_rule.csv")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("path", type=Path, nargs="?", default=OUT)
     path = parser.parse_args().path
     with path.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")

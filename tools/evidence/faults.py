@@ -36,7 +36,7 @@ import pandas as pd
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE, EVIDENCE = ROOT / "src" / "kernelbook", ROOT / "book" / "evidence"
-# Beside the folders with kernels: whose tests have to notice, where that is not test_<folder>*.py and test_evidence_*.py.
+# Beside the folders with kernels: whose tests have to notice, where that is not test_<folder>*.py, the contract, fuzz and test_evidence_*.py.
 TESTS = {"packed": "nf4 moe_lora", "nn": "moe_block whole_model", "study": "layer_norm scatter_ffn moe_lora"}
 NO_PROGRAM = r"CompilationError|InterpreterError|UnsupportedLanguage|CompileTimeAssertion|SyntaxError"
 HINTS = ("_prefetch", "_prefetch_tiles")  # they only ask a cache for what will be read: no result can depend on them
@@ -375,9 +375,9 @@ class Watcher:
 
 def files_of(room: str) -> list[str]:
     """The test files that have to notice a fault of a room."""
-    names = TESTS.get(room, room).split()
+    names = [*TESTS.get(room, room).split(), "evidence_", "contract", "fuzz"]
     found = {path for name in names for path in (ROOT / "tests").glob(f"test_{name}*.py")}
-    return [str(path.relative_to(ROOT)) for path in sorted(found | {*(ROOT / "tests").glob("test_evidence_*.py")})]
+    return [str(path.relative_to(ROOT)) for path in sorted(found)]
 
 
 def environment(src: Path) -> dict[str, str]:

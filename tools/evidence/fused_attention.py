@@ -4,6 +4,7 @@ In float32, on a CPU. It is why the fuzz of float32 attention has the fused one 
 kernel would not be correct.
 """
 
+import argparse
 import csv
 import itertools
 from collections.abc import Callable
@@ -14,12 +15,12 @@ import kernelbook  # noqa: F401
 # isort: split
 import torch
 import torch.nn.functional as F  # noqa: N812
-from common import EVIDENCE, command_line
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernelbook import check
 from kernelbook.attention import flash_attention_reference
 
+OUT = Path(__file__).resolve().parents[2] / "book" / "evidence" / "fused_attention.csv"
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -29,8 +30,8 @@ def gradients(attention: Attention, inputs: list[torch.Tensor], do: torch.Tensor
 
 
 def main() -> None:
-    parser = command_line(__doc__)
-    parser.add_argument("path", type=Path, nargs="?", default=EVIDENCE / "fused_attention.csv")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("path", type=Path, nargs="?", default=OUT)
     path = parser.parse_args().path
     torch.manual_seed(0)
     rows: dict[str, tuple[str, float, str, str, str]] = {}

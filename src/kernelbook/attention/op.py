@@ -282,21 +282,17 @@ def _outputs(q: Tensor, *others: Any) -> tuple[Tensor, Tensor | None]:
     return like(q), empty(q.shape[:3], accumulator(q.dtype), q) if record else None
 
 
-def _plan(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Any, cu_seqlens: Any, sinks: Any, causal: bool, scale: Any, window: Any,
-    softcap: Any, gluon: bool, record: bool,
-) -> ForwardPlan | None:  # fmt: skip
+def _plan(*args: Any) -> ForwardPlan | None:
+    q, k, v, lengths, cu_seqlens, sinks, causal, scale, window, softcap, gluon, _ = args
     if q.numel() == 0 or k.numel() == 0:
         return None
     p = launches.problem(q, k, lengths, sinks, causal, window, softcap, cu_seqlens=cu_seqlens)
     return forward_plan(p, scale, gluon, q, k, v)
 
 
-def _kind(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Any, cu_seqlens: Any, sinks: Any, causal: bool, scale: Any, window: Any,
-    softcap: Any, gluon: bool, record: bool,
-) -> tuple[Any, ...] | None:  # fmt: skip
+def _kind(*args: Any) -> tuple[Any, ...] | None:
     """What a plan for few queries depends on: of the number of keys how many blocks of 64 they are, so that a cache grows."""
+    q, k, v, lengths, cu_seqlens, sinks, causal, scale, window, softcap, gluon, record = args
     few = q.ndim == k.ndim == 4 and k.shape == v.shape and q.shape[2] <= kernels_decode.MAX_QUERIES
     if not few or cu_seqlens is not None:
         return None
@@ -308,10 +304,8 @@ def _kind(
     return b, h_kv, cdiv(s, 64), d, is_readable(k), is_readable(v), *kinds, *others, *numbers
 
 
-def _run(
-    plan: ForwardPlan, outputs: tuple[Any, Any], q: Tensor, k: Tensor, v: Tensor, lengths: Any, cu_seqlens: Any,
-    sinks: Any, *_: Any,
-) -> None:  # fmt: skip
+def _run(plan: ForwardPlan, outputs: tuple[Any, Any], *args: Any) -> None:
+    q, k, v, lengths, cu_seqlens, sinks, *_ = args
     if lengths is not None:
         arguments.check_index_values("flash_attention", "lengths", lengths, k.shape[2] + 1)
     if cu_seqlens is not None:

@@ -133,10 +133,8 @@ def _plan_paged(
     return forward_plan(p, scale, False, q)
 
 
-def _run_paged(
-    plan: ForwardPlan, outputs: tuple[Any], q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor,
-    lengths: Tensor, sinks: Any, *_: Any,
-) -> None:  # fmt: skip
+def _run_paged(plan: ForwardPlan, outputs: tuple[Any], *args: Any) -> None:
+    q, k_pages, v_pages, block_table, lengths, sinks, *_ = args
     room = block_table.shape[1] * k_pages.shape[2]
     arguments.check_index_values("paged_attention", "lengths", lengths, room + 1)
     if runtime.debug_enabled():
@@ -178,16 +176,8 @@ def _plan_append(
     return AppendPlan(launch, grid, (h_kv, n, page * block_table.shape[1], pages))
 
 
-def _run_append(
-    plan: AppendPlan,
-    _: Any,
-    k: Tensor,
-    v: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    block_table: Tensor,
-    lengths: Tensor,
-) -> None:
+def _run_append(plan: AppendPlan, _: Any, *args: Tensor) -> None:
+    k, v, k_pages, v_pages, block_table, lengths = args
     arguments.check_index_values("append_to_pages", "lengths", lengths, None)
     if runtime.debug_enabled():
         _check_table("append_to_pages", block_table, lengths, lengths + k.shape[2], k_pages)

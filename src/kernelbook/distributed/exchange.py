@@ -95,46 +95,14 @@ def _block(hidden: int) -> int:
     return min(kernels.BLOCK_H, max(_power(hidden), 16))
 
 
-# The launches by what decides them: to hash a kernel costs the host more than to launch it.
+def _sizes(top_k: int, hidden: int) -> dict[str, int]:
+    return {"k": top_k, "BLOCK_K": _power(top_k), "BLOCK_H": _block(hidden)}
 
 
 @functools.cache
-def _places_launch(shared: bool, top_k: int) -> Launch:
-    block_k = _power(top_k)
-    block_t = max(min(4096 // block_k, 1024), 16)
-    return launcher(
-        kernels._places_kernel, SHARED=shared, k=top_k, BLOCK_T=block_t, BLOCK_K=block_k, num_warps=kernels.WARPS
-    )
-
-
-@functools.cache
-def _send_launch(top_k: int, hidden: int) -> Launch:
-    return launcher(
-        kernels._send_kernel, k=top_k, BLOCK_K=_power(top_k), BLOCK_H=_block(hidden), num_warps=kernels.WARPS
-    )
-
-
-@functools.cache
-def _arrive_launch(top_k: int, hidden: int) -> Launch:
-    return launcher(kernels._arrive_kernel, k=top_k, BLOCK_H=_block(hidden), num_warps=kernels.WARPS)
-
-
-@functools.cache
-def _combine_launch(has_weights: bool, has_ids: bool, dtype: torch.dtype, top_k: int, hidden: int) -> Launch:
-    return launcher(
-        kernels._combine_kernel, HAS_WEIGHTS=has_weights, HAS_IDS=has_ids, ACC=tl_accumulator(dtype),
-        BLOCK_K=_power(top_k), BLOCK_H=_block(hidden), num_warps=kernels.WARPS,
-    )  # fmt: skip
-
-
-@functools.cache
-def _spread_launch(hidden: int) -> Launch:
-    return launcher(kernels._spread_kernel, BLOCK_H=_block(hidden), num_warps=kernels.WARPS)
-
-
-@functools.cache
-def _own_launch(top_k: int) -> Launch:
-    return launcher(kernels._own_kernel, k=top_k, BLOCK=1024, num_warps=kernels.WARPS)
+def _launch(kernel: str, **constants: Any) -> Launch:
+    """Return a launch by what decides it: to hash a kernel costs the host more than to launch it."""
+    return launcher(getattr(kernels, kernel), num_warps=kernels.WARPS, **constants)
 
 
 def _place(
@@ -145,7 +113,9 @@ def _place(
     tokens, top_k = ids.shape
     places = torch.empty(tokens, ranks, dtype=torch.int32, device=ids.device)
     firsts = None if counts is None else torch.empty_like(places)
-    launch = _places_launch(counts is None, top_k)
+    block_k = _power(top_k)
+    blocks = {"BLOCK_T": max(min(4096 // block_k, 1024), 16), "BLOCK_K": block_k}
+    launch = _launch("_places_kernel", SHARED=counts is None, k=top_k, **blocks)
     launch((ranks,), ids, places, firsts, counts, windows, tokens, num_experts, share, own, capacity)
     return places, firsts
 
@@ -159,7 +129,7 @@ def _send(
     of_message = torch.empty_like(places)
     if tokens == 0:
         return of_message
-    launch = _send_launch(top_k, hidden)
+    launch = _launch("_send_kernel", **_sizes(top_k, hidden))
     rows, weights, local = _bits(message.rows), _bits(message.weights), message.ids
     launch(
         (tokens,), _bits(x), _bits(gates), ids, places, firsts, counts, of_message, rows, rows.stride(0), weights, weights.stride(0),
@@ -177,7 +147,7 @@ def _arrive(message: _Message, counts: torch.Tensor, pairs: int) -> tuple[torch.
     ids = torch.empty(pairs, 1, dtype=torch.int32, device=device)
     of_slots = torch.empty(count, top_k, dtype=torch.int32, device=device)
     if count:
-        launch = _arrive_launch(top_k, hidden)
+        launch = _launch("_arrive_kernel", k=top_k, BLOCK_H=_block(hidden))
         rows, theirs, local = _bits(message.rows), _bits(message.weights), message.ids
         launch(
             (count,), rows, rows.stride(0), theirs, theirs.stride(0), local, local.stride(0), counts, _bits(out),
@@ -195,7 +165,10 @@ def _combine(
     if items == 0:
         return
     top_k = width if out_weights is None else out_weights.shape[1]
-    launch = _combine_launch(weights is not None, ids is not None, rows.dtype, top_k, hidden)
+    launch = _launch(
+        "_combine_kernel", HAS_WEIGHTS=weights is not None, HAS_IDS=ids is not None, ACC=tl_accumulator(rows.dtype),
+        BLOCK_K=_power(top_k), BLOCK_H=_block(hidden),
+    )  # fmt: skip
     given: tuple[Any, ...] = (None, 0, None, None, 0)
     if weights is not None and out_weights is not None:
         given = _bits(weights), weights.stride(0), ids, _bits(out_weights), out_weights.stride(0)
@@ -208,7 +181,7 @@ def _spread(items: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> No
     """rows[places[i, j]] = items[i]."""
     (count, width), hidden = places.shape, items.shape[1]
     if count:
-        launch = _spread_launch(hidden)
+        launch = _launch("_spread_kernel", BLOCK_H=_block(hidden))
         launch((count,), _bits(items), items.stride(0), places, _bits(rows), rows.stride(0), width, hidden)
 
 
@@ -218,7 +191,7 @@ def _own(message: _Message, first: int, own: int, num_experts: int) -> tuple[tor
     weights = torch.empty(message.weights.shape, dtype=message.weights.dtype, device=theirs.device)
     local = torch.empty_like(weights, dtype=torch.int32)
     if local.numel():
-        launch = _own_launch(top_k)
+        launch = _launch("_own_kernel", k=top_k, BLOCK=1024)
         launch(
             (cdiv(local.numel(), 1024),), theirs, theirs.stride(0), message.ids, message.ids.stride(0),
             _bits(weights), local, local.numel(), first, own, num_experts,

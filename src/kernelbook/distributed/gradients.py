@@ -73,7 +73,7 @@ class Reduction:
     def _take(self, select: Select, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
         part = select(parameter.grad)
-        work = self._reduce(part.values) if part.values.nbytes >= AT_ONCE else None
+        work = self.start(part.values, self.group) if part.values.nbytes >= AT_ONCE else None
         current = self._current()
         if current is None:
             current = _Pass()
@@ -91,16 +91,13 @@ class Reduction:
         self.bytes += values.nbytes
         return dist.all_reduce(values, op, group=group, async_op=True)
 
-    def _reduce(self, values: torch.Tensor) -> Any:
-        return self.start(values, self.group)
-
     def _finish(self, current: _Pass) -> None:
         small, started, ranks = current.small, current.started, dist.get_world_size(self.group)
         self._current = lambda: None
         for dtype in dict.fromkeys(part.values.dtype for part in small):
             parts = [part for part in small if part.values.dtype == dtype]
             together = torch.cat([part.values.reshape(-1) for part in parts])
-            self._reduce(together).wait()
+            self.start(together, self.group).wait()
             pieces = together.div_(ranks).split([part.values.numel() for part in parts])
             for part, piece in zip(parts, pieces, strict=True):
                 part.values.copy_(piece.view_as(part.values))

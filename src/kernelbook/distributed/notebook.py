@@ -5,6 +5,10 @@ with Triton's interpreter. They stay until the notebook ends, and keep their var
 """
 
 import atexit
+import contextlib
+import datetime
+import io
+import json
 import os
 import subprocess
 import sys
@@ -20,34 +24,34 @@ POLL_S = 0.02
 
 
 class Ranks:
-    """Processes of one group that execute what they are given, all of them the same.
-
-    Args:
-        count: how many; by default one for each GPU, or two without GPUs.
+    """Processes of one group that execute what they are given, all of them the same; a ``TCPStore`` hands it to them.
 
     Attributes:
         count: how many there are. backend: ``"nccl"`` or ``"gloo"``.
     """
 
-    def __init__(self, count: int | None = None) -> None:
+    def __init__(self) -> None:
         import torch
+        import torch.distributed as dist
 
         from kernelbook import runtime
 
         gpus = torch.cuda.device_count() if runtime.DEVICE.type == "cuda" else 0
-        self.count = count or (gpus if gpus > 1 else 2)
-        self.backend = "nccl" if gpus >= self.count else "gloo"
-        self._folder = tempfile.TemporaryDirectory()
+        self.count, self.backend = (gpus, "nccl") if gpus > 1 else (2, "gloo")
+        self._store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         self._cells = 0
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, sys.path)])
         if self.backend == "gloo":
             environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
         command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.count)]
-        with open(Path(self._folder.name) / "torchrun.log", "w") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, *command, __file__, self._folder.name], env=environment, stdout=log, stderr=log
-            )
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  as long as the processes
+        self._process = subprocess.Popen(
+            [sys.executable, *command, __file__, str(self._store.port)],
+            env=environment,
+            stdout=self._log,
+            stderr=self._log,
+        )
         atexit.register(self.close)
 
     def run(self, code: str, timeout_s: float = 300.0) -> list[str]:
@@ -57,27 +61,27 @@ class Ranks:
             RuntimeError: a rank raised an error, or has ended.
             TimeoutError: not all ranks are through in time.
         """
-        folder, number = Path(self._folder.name), self._cells
-        self._cells += 1
-        _write(folder / f"cell{number}.py", code)
-        done = [folder / f"cell{number}.rank{rank}" for rank in range(self.count)]
+        cell, self._cells = self._cells, self._cells + 1
+        self._store.set(f"cell {cell}", code)
+        texts: dict[int, str] = {}
         end = time.monotonic() + timeout_s
-        while not all(path.exists() for path in done):
-            failed = [path.read_text() for path in done if path.exists() and path.read_text().startswith("!")]
-            if failed or self._process.poll() is not None:
-                log = (folder / "torchrun.log").read_text()
-                self.close()
-                raise RuntimeError(f"Ranks.run: a rank has failed:\n{failed[0][1:] if failed else log[-3000:]}")
-            if time.monotonic() > end:
-                self.close()
-                raise TimeoutError(f"Ranks.run: the ranks must be through in {timeout_s:g} s, and are not")
-            time.sleep(POLL_S)
-        texts = [path.read_text() for path in done]
-        for text in texts:
-            if text.startswith("!"):
-                self.close()
-                raise RuntimeError(f"Ranks.run: a rank has failed:\n{text[1:]}")
-        return [text[1:] for text in texts]
+        try:
+            while len(texts) < self.count:
+                for rank in {*range(self.count)} - {*texts}:
+                    if self._store.check([f"{cell} {rank}"]):
+                        texts[rank], error = json.loads(self._store.get(f"{cell} {rank}"))
+                        if error:
+                            raise RuntimeError(f"Ranks.run: rank {rank} has failed:\n{error}")
+                if self._process.poll() is not None:
+                    self._log.seek(0)
+                    raise RuntimeError(f"Ranks.run: a rank has ended:\n{self._log.read()[-3000:]}")
+                if time.monotonic() > end:
+                    raise TimeoutError(f"Ranks.run: the ranks must be through in {timeout_s:g} s, and are not")
+                time.sleep(POLL_S)
+        except BaseException:
+            self.close()
+            raise
+        return [texts[rank] for rank in range(self.count)]
 
     def close(self) -> None:
         """End the processes."""
@@ -89,13 +93,6 @@ class Ranks:
                 self._process.kill()
 
 
-def _write(path: Path, text: str) -> None:
-    """The file is there when it is whole."""
-    part = path.with_suffix(path.suffix + ".part")
-    part.write_text(text)
-    os.replace(part, path)
-
-
 _ranks: Ranks | None = None
 
 
@@ -104,13 +101,9 @@ def load_ipython_extension(shell: Any) -> None:
 
     def ranks(line: str, cell: str) -> None:
         global _ranks
-        if _ranks is None:
-            _ranks = Ranks()
-        try:
-            texts = _ranks.run(cell)
-        except (RuntimeError, TimeoutError):
-            _ranks = None  # the next cell starts anew
-            raise
+        started, _ranks = _ranks or Ranks(), None  # after an error the next cell starts anew
+        texts = started.run(cell)
+        _ranks = started
         for rank, text in enumerate(texts if line.strip() == "all" else texts[:1]):
             if text:
                 print(f"rank {rank}: {text}" if line.strip() == "all" else text, end="")
@@ -118,11 +111,8 @@ def load_ipython_extension(shell: Any) -> None:
     shell.register_magic_function(ranks, "cell")
 
 
-def _serve(folder: Path) -> None:
-    """A rank: executes cell by cell."""
-    import contextlib
-    import io
-
+def _serve(port: int) -> None:
+    """A rank: executes cell by cell; it ends with the notebook, whose store is gone then."""
     import torch
     import torch.distributed as dist
 
@@ -130,22 +120,19 @@ def _serve(folder: Path) -> None:
 
     torch.set_num_threads(1)
     parallel.start()
-    rank, names, number = dist.get_rank(), {"__name__": "__main__"}, 0
-    parent = os.getppid()
-    while os.getppid() == parent:  # the notebook may have ended without a word
-        path = folder / f"cell{number}.py"
-        if not path.exists():
-            time.sleep(POLL_S)
-            continue
-        printed = io.StringIO()
+    store: Any = dist.TCPStore("127.0.0.1", port)  # type: ignore[attr-defined]
+    names, cell = {"__name__": "__main__"}, 0
+    while True:
+        store.wait([f"cell {cell}"], datetime.timedelta(days=100))
+        code, printed, error = store.get(f"cell {cell}").decode(), io.StringIO(), ""
         try:
             with contextlib.redirect_stdout(printed):
-                exec(compile(path.read_text(), f"<cell {number}>", "exec"), names)  # noqa: S102  the reader's own cell
-            _write(folder / f"cell{number}.rank{rank}", " " + printed.getvalue())
+                exec(compile(code, f"<cell {cell}>", "exec"), names)  # noqa: S102  the reader's own cell
         except Exception:
-            _write(folder / f"cell{number}.rank{rank}", f"!rank {rank}: {traceback.format_exc()}")
-        number += 1
+            error = traceback.format_exc()
+        store.set(f"{cell} {dist.get_rank()}", json.dumps([printed.getvalue(), error]))
+        cell += 1
 
 
 if __name__ == "__main__":
-    _serve(Path(sys.argv[1]))
+    _serve(int(sys.argv[1]))

@@ -29,9 +29,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from kernelbook.distributed import kernels
-from kernelbook.distributed.exchange import _bits, _block, _combine, _place, _power
-from kernelbook.launch import Launch, launcher
+from kernelbook.distributed.exchange import _bits, _combine, _launch, _place, _sizes
 from kernelbook.tensors import check_versions, with_versions
 
 __all__ = ["Windows", "exchange_shared", "windows_of"]
@@ -76,7 +74,6 @@ class Windows:
         # Two numbers of each rank: the call and its tokens, in turns. A third call begins when all have read the first.
         self._told = [memoryview(part.numpy()).cast("q") for part in self._mapped(16)]  # type: ignore[arg-type]
         self._before: list[Any] = []
-        self._views: dict[tuple[Any, ...], torch.Tensor] = {}
         self.memory: torch.Tensor
         self.addresses: tuple[torch.Tensor, torch.Tensor]  # (n,) int64, by window
         self.barrier: Callable[[], None]
@@ -90,7 +87,6 @@ class Windows:
                 "ExpertParallel(waits=False): call the layer once with as many tokens before a graph is captured"
             )
         self.size = max(size, 2 * self.size)
-        self._views.clear()
         begin = self._on_gpus() if self.device.type == "cuda" else self._on_cpus()
         table = torch.tensor([begin, [at + self.size for at in begin]], dtype=torch.int64, device=self.device)
         self.addresses = table[0], table[1]
@@ -150,14 +146,8 @@ class Windows:
 
     def view(self, window: int, at: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return a part of this rank's own window."""
-        found = self._views.get((window, at, shape, dtype))
-        if found is None:
-            if len(self._views) >= 4096:
-                self._views.clear()
-            begin = window * self.size + at
-            bytes_of = self.memory[begin : begin + math.prod(shape) * dtype.itemsize]
-            found = self._views[window, at, shape, dtype] = bytes_of.view(dtype).view(shape)
-        return found
+        begin = window * self.size + at
+        return self.memory[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
 _found: "weakref.WeakKeyDictionary[dist.ProcessGroup, Windows | None]" = weakref.WeakKeyDictionary()
@@ -216,29 +206,11 @@ class _WindowDispatchPlan:
         return found
 
 
-@functools.cache
-def _put_launch(has_ids: bool, top_k: int, hidden: int) -> Launch:
-    blocks = {"BLOCK_K": _power(top_k), "BLOCK_H": _block(hidden)}
-    return launcher(kernels._put_kernel, HAS_IDS=has_ids, k=top_k, **blocks, num_warps=kernels.WARPS)
-
-
-@functools.cache
-def _take_launch(has_ids: bool, top_k: int, hidden: int) -> Launch:
-    blocks = {"BLOCK_K": _power(top_k), "BLOCK_H": _block(hidden)}
-    return launcher(kernels._take_kernel, HAS_IDS=has_ids, k=top_k, **blocks, num_warps=kernels.WARPS)
-
-
-@functools.cache
-def _give_launch(has_weights: bool, top_k: int, hidden: int) -> Launch:
-    blocks = {"BLOCK_K": _power(top_k), "BLOCK_H": _block(hidden)}
-    return launcher(kernels._give_kernel, HAS_WEIGHTS=has_weights, k=top_k, **blocks, num_warps=kernels.WARPS)
-
-
 def _put(plan: _WindowDispatchPlan, layout: _Layout, x: torch.Tensor, gates: torch.Tensor | None) -> None:
     """Rows, and with ``gates`` weights and ids, into window 0 of the ranks that they visit."""
     (tokens, top_k), hidden, windows = plan.ids.shape, x.shape[1], plan.windows
     if tokens:
-        launch = _put_launch(gates is not None, top_k, hidden)
+        launch = _launch("_put_kernel", HAS_IDS=gates is not None, **_sizes(top_k, hidden))
         launch(
             (tokens,), _bits(x), None if gates is None else _bits(gates), plan.ids, plan.places, windows.addresses[0],
             windows.rank, layout.capacity, plan.share, windows.ranks, plan.num_experts, hidden, layout.rows, layout.weights,
@@ -263,7 +235,7 @@ def _take(
         plan.counts = torch.empty(windows.ranks, dtype=torch.int32, device=like.device)
         counts = windows.view(0, 0, (windows.ranks,), torch.int32)
     if count:
-        launch = _take_launch(gates is not None, top_k, hidden)
+        launch = _launch("_take_kernel", HAS_IDS=gates is not None, **_sizes(top_k, hidden))
         given: tuple[Any, ...] = (None, None, None, None)
         if gates is not None and weights is not None:
             shape = (count, top_k)
@@ -280,7 +252,7 @@ def _give(plan: _WindowDispatchPlan, layout: _Layout, rows: torch.Tensor, weight
     """Rows (n C, H), and weights (n C, k), into window 1 of the ranks where their tokens came from."""
     top_k, hidden, windows = plan.ids.shape[1], rows.shape[1], plan.windows
     if layout.capacity:
-        launch = _give_launch(weights is not None, top_k, hidden)
+        launch = _launch("_give_kernel", HAS_WEIGHTS=weights is not None, **_sizes(top_k, hidden))
         launch(
             (windows.ranks * layout.capacity,), _bits(rows), None if weights is None else _bits(weights), plan.counts,
             windows.addresses[1], windows.rank, layout.capacity, hidden, layout.rows, layout.weights,

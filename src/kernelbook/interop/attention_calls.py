@@ -49,37 +49,32 @@ def why_not_by_source(forward: ast.AST, file: str, read: Collection[str]) -> str
         file: the text that it stands in.
         read: the keywords that are read, or mean nothing here.
     """
-    chosen = {
-        ast.unparse(target)
-        for node in ast.walk(forward)
-        if isinstance(node, ast.Assign | ast.AnnAssign) and "ALL_ATTENTION_FUNCTIONS" in _text(node.value)
-        for target in _targets(node)
-    }
+    chosen = {name for name, value in _assigned(ast.walk(forward)) if "ALL_ATTENTION_FUNCTIONS" in ast.unparse(value)}
     calls = [node for node in ast.walk(forward) if isinstance(node, ast.Call) and ast.unparse(node.func) in chosen]
     if chosen and not calls:
         return "hands its attention implementation on"
     for call in calls:
-        for why in _problems(forward, call, calls, read):
+        beside = _beside(forward, call)
+        for why in _problems([node for node in ast.walk(forward) if node not in beside], call, calls, read):
             return why
     return "is of a model that computes with its masks" if calls and "allow_is_causal_skip" in file else None
 
 
-def _text(node: ast.AST | None) -> str:
-    return "" if node is None else ast.unparse(node)
+def _assigned(nodes: Iterator[ast.AST] | list[ast.AST]) -> Iterator[tuple[str, ast.expr]]:
+    """Names that are assigned to, and what each gets."""
+    for node in nodes:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                yield ast.unparse(target), node.value
 
 
-def _targets(node: ast.Assign | ast.AnnAssign) -> list[ast.expr]:
-    return node.targets if isinstance(node, ast.Assign) else [node.target]
-
-
-def _problems(forward: ast.AST, call: ast.Call, calls: list[ast.Call], read: Collection[str]) -> Iterator[str]:
+def _problems(nodes: list[ast.AST], call: ast.Call, calls: list[ast.Call], read: Collection[str]) -> Iterator[str]:
     for keyword in call.keywords:
         nothing = isinstance(keyword.value, ast.Constant) and not keyword.value.value
         if keyword.arg is not None and keyword.arg not in read and not nothing:
             yield f"passes {keyword.arg} to its attention, which nobody here reads"
-    nodes = list(_before(forward, call))
     for node in nodes:
-        asks = isinstance(node, ast.If | ast.IfExp) and "_attn_implementation" in _text(node.test)
+        asks = isinstance(node, ast.If | ast.IfExp) and "_attn_implementation" in ast.unparse(node.test)
         if asks and any(isinstance(part, ast.Constant) for part in ast.walk(node.test)):  # type: ignore[attr-defined]
             yield "asks for the name of its attention implementation"
     given = [keyword.value for keyword in call.keywords if keyword.arg == "attention_mask"] or call.args[4:5]
@@ -87,53 +82,37 @@ def _problems(forward: ast.AST, call: ast.Call, calls: list[ast.Call], read: Col
         yield "computes with its attention mask"
 
 
-def _before(node: ast.AST, call: ast.Call) -> Iterator[ast.AST]:
-    """What may run where ``call`` does: all of ``node`` but the other branch of an ``if`` in which the call stands."""
-    yield node
-    for _, field in ast.iter_fields(node):
-        parts = [part for part in (field if isinstance(field, list) else [field]) if isinstance(part, ast.AST)]
-        beside = (
-            isinstance(node, ast.If) and isinstance(field, list) and _holds([node], call) and not _holds(parts, call)
-        )
-        for part in [] if beside else parts:
-            yield from _before(part, call)
+def _beside(forward: ast.AST, call: ast.Call) -> set[ast.AST]:
+    """What does not run where ``call`` does: the other branch of an ``if`` in which the call stands."""
+    found: set[ast.AST] = set()
+    for node in ast.walk(forward):
+        if isinstance(node, ast.If):
+            one, other = ({part for top in branch for part in ast.walk(top)} for branch in (node.body, node.orelse))
+            found |= other if call in one else one if call in other else set()
+    return found
 
 
-def _holds(nodes: list[ast.AST], call: ast.Call) -> bool:
-    return any(part is call for node in nodes for part in ast.walk(node))
+def _choices(value: ast.expr) -> list[ast.expr]:
+    """What an expression chooses from."""
+    return [*_choices(value.body), *_choices(value.orelse)] if isinstance(value, ast.IfExp) else [value]
 
 
 def _is_handed_on(mask: ast.expr, nodes: list[ast.AST], calls: list[ast.Call]) -> bool:
     """Whether the mask is what ``forward`` was given, or another such: only handed on, and asked whether it is there."""
+    found, values = set[str](), _choices(mask)
+    for value in values:  # which grows
+        name = ast.unparse(value)
+        if name not in ("None", *found):
+            if not isinstance(value, ast.Name):
+                return False
+            found.add(name)
+            values += [choice for target, given in _assigned(nodes) if target == name for choice in _choices(given)]
     parents = {child: node for node in nodes for child in ast.iter_child_nodes(node)}
-    names, found = _names(mask), set[str]()
-    while names is not None and not names <= found:
-        found |= names
-        values = [
-            _names(node.value)
-            for node in nodes
-            if isinstance(node, ast.Assign | ast.AnnAssign) and found & {_text(target) for target in _targets(node)}
-        ]
-        names = None if None in values else set[str]().union(*(value or () for value in values))
-    if names is None:
-        return False
     for node in nodes:
-        if not isinstance(node, ast.Name) or node.id not in found:
-            continue
-        above = parents.get(node)
-        handed = isinstance(above, ast.Assign | ast.AnnAssign | ast.IfExp | ast.If) or above in calls
-        asked = isinstance(above, ast.Compare) and all(isinstance(op, ast.Is | ast.IsNot) for op in above.ops)
-        keyword = isinstance(above, ast.keyword) and parents.get(above) in calls
-        if not (handed or asked or keyword):
-            return False
+        if isinstance(node, ast.Name) and node.id in found:
+            above = parents.get(node)
+            above = parents.get(above) if isinstance(above, ast.keyword) else above
+            asked = isinstance(above, ast.Compare) and all(isinstance(op, ast.Is | ast.IsNot) for op in above.ops)
+            if not (asked or above in calls or isinstance(above, ast.Assign | ast.AnnAssign | ast.IfExp | ast.If)):
+                return False
     return True
-
-
-def _names(value: ast.expr | None) -> set[str] | None:
-    """The names that an expression chooses from; ``None`` where it is anything else."""
-    if isinstance(value, ast.Name):
-        return {value.id}
-    if isinstance(value, ast.IfExp):
-        parts = [_names(value.body), _names(value.orelse)]
-        return None if None in parts else set[str]().union(*(part or () for part in parts))
-    return set() if value is None or (isinstance(value, ast.Constant) and value.value is None) else None

@@ -1,36 +1,18 @@
 """The layers of a model, their weights by name whoever wrapped or packed them, and what they are called with."""
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
+from kernelbook.interop.transformers_experts import is_experts, stored
 from kernelbook.nf4 import NF4Tensor, nested_absmax_reference, nf4_dequantize_reference
 from kernelbook.nn.experts import Float8Tensor
 from kernelbook.nn.parameters import is_stored_transposed, stored_weight
-
-__all__ = [
-    "Call",
-    "Recorder",
-    "Weights",
-    "as_list",
-    "cast",
-    "detached",
-    "is_float",
-    "joined",
-    "layers_of",
-    "module_at",
-    "names_in",
-    "replaced",
-    "unpacked",
-    "unwrapped",
-]
-
-
-def is_experts(module: nn.Module) -> bool:
-    return all(hasattr(module, flag) for flag in ("has_gate", "is_transposed", "_apply_gate"))
 
 
 def layers_of(module: nn.Module, name: str = "", in_list: bool = False) -> Iterator[tuple[str, nn.Module]]:
@@ -86,23 +68,23 @@ def joined(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def detached(value: Any) -> Any:
-    return torch.utils._pytree.tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, value)
+def detached(value: Any, device: torch.device | str | None = None) -> Any:
+    """Tensors without their graphs, on another device where one is named."""
+    return tree_map(lambda x: x.detach().to(device) if isinstance(x, torch.Tensor) else x, value)
 
 
 def replaced(out: Any, values: list[Any]) -> Any:
     """What the reference's layer returned, with the model's tensors in it."""
     if isinstance(out, torch.Tensor):
         return values[0]
-    old = as_list(out)
-    new = [ours if isinstance(ours, torch.Tensor) else ref for ours, ref in zip(values, old, strict=False)]
-    new += old[len(new) :]
-    if isinstance(out, Mapping):
-        found = copy.copy(out)
-        for name, value in zip(out, new, strict=True):
-            found[name] = value  # type: ignore[index]
-        return found
-    return type(out)(new)
+    new = as_list(out)
+    for i, ours in enumerate(values[: len(new)]):
+        new[i] = ours if isinstance(ours, torch.Tensor) else new[i]
+    if not isinstance(out, Mapping):
+        return type(out)(new)
+    found: Any = copy.copy(out)
+    found.update(zip(out, new, strict=True))
+    return found
 
 
 def as_list(out: Any) -> list[Any]:
@@ -117,14 +99,12 @@ def is_float(value: Any) -> bool:
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
     """Floating-point tensors in another dtype; what is a mask's least number stays finite."""
-    if isinstance(value, tuple | list):
-        return type(value)(cast(part, dtype) for part in value) if not hasattr(value, "_fields") else value
-    if isinstance(value, dict):
-        return {name: cast(part, dtype) for name, part in value.items()}
-    if not is_float(value):
-        return value
     info = torch.finfo(torch.float32 if dtype == torch.float64 else dtype)  # models take softmax in float32
-    return (value.clamp(info.min, info.max) if torch.finfo(value.dtype).max > info.max else value).to(dtype)
+
+    def one(t: torch.Tensor) -> torch.Tensor:
+        return (t.clamp(info.min, info.max) if torch.finfo(t.dtype).max > info.max else t).to(dtype)
+
+    return tree_map(lambda x: one(x) if is_float(x) else x, value)
 
 
 # --- weights by name ---
@@ -148,11 +128,11 @@ class Weights:
     def __init__(self, base: nn.Module) -> None:
         self.base = base
         self.parameters = {id(p): (p, name) for name, p in base.named_parameters()}
-        dtypes: dict[torch.dtype, int] = {}
+        dtypes: Counter[torch.dtype] = Counter()
         for name, p in base.named_parameters():
             if p.is_floating_point() and "lora_" not in name:
-                dtypes[p.dtype] = dtypes.get(p.dtype, 0) + p.numel()
-        self.dtype = max(dtypes, key=lambda dtype: dtypes[dtype]) if dtypes else torch.float32
+                dtypes[p.dtype] += p.numel()
+        self.dtype = max(dtypes, key=dtypes.__getitem__, default=torch.float32)
         self.device = next((p.device for p in base.parameters()), torch.device("cpu"))
         self.exact = torch.float64 if self.dtype in (torch.float32, torch.float64) else torch.float32
 
@@ -181,7 +161,7 @@ class Weights:
             found += [getattr(module, "lora_a", None), getattr(module, "lora_b", None)]
         return [p for p in found if p is not None and p.requires_grad]
 
-    def value(self, name: str, dtype: torch.dtype | None, leaves: dict[int, torch.Tensor]) -> torch.Tensor | None:
+    def value(self, name: str, dtype: torch.dtype | None, leaves: dict[int, torch.Tensor]) -> Any:
         """The tensor in ``dtype``, or in its own; ``leaves`` takes up what gradients are asked for."""
         module, leaf, _ = self.place(name)
         if leaf in module._buffers:
@@ -213,8 +193,6 @@ class Weights:
         """The weight as it is stored."""
         module, leaf, _ = self.place(name)
         if is_experts(module):
-            from kernelbook.interop.transformers_experts import stored
-
             return stored(module, leaf)
         weight: Any = stored_weight(module, leaf)
         if hasattr(weight, "quant_state"):  # bitsandbytes' linear layers
@@ -266,7 +244,7 @@ class Call:
             if id(value) not in views:
                 view = value.view_as(value) if value.requires_grad and torch.is_grad_enabled() else value
                 views[id(value)] = len(self.inputs), view
-                self.inputs.append(_on_host(value))
+                self.inputs.append(value.detach().cpu())
             self.places[place], view = views[id(value)]
             return view
 
@@ -278,7 +256,7 @@ class Call:
     def give(self, out: Any) -> Any:
         """Keep the outputs; each goes on as a view, since one may be what another was made of."""
         values = as_list(out)
-        self.out = [_on_host(value) if isinstance(value, torch.Tensor) else value for value in values]
+        self.out = detached(values, "cpu")
         views = [value.view_as(value) if is_float(value) and value.requires_grad else value for value in values]
         self.in_graph = _watch(views, self.dy)
         return replaced(out, views)
@@ -286,21 +264,15 @@ class Call:
     def to(self, device: torch.device) -> "Call":
         """Return it where the reference computes."""
         found = copy.copy(self)
-        found.inputs = [x.to(device) for x in self.inputs]
-        found.out = [x.to(device) if isinstance(x, torch.Tensor) else x for x in self.out]
-        found.dx, found.dy = ({i: x.to(device) for i, x in part.items()} for part in (self.dx, self.dy))
+        found.inputs, found.out, found.dx, found.dy = detached([self.inputs, self.out, self.dx, self.dy], device)
         return found
-
-
-def _on_host(t: torch.Tensor) -> torch.Tensor:
-    return t.detach().to("cpu")
 
 
 def _watch(tensors: list[Any], into: dict[int, torch.Tensor]) -> bool:
     """Put the gradients of these, once there are any, into the dictionary; whether there will be."""
     found = [(i, t) for i, t in enumerate(tensors) if is_float(t) and t.requires_grad and torch.is_grad_enabled()]
     for i, tensor in found:
-        tensor.register_hook(lambda grad, i=i: into.__setitem__(i, _on_host(grad)))  # type: ignore[misc]
+        tensor.register_hook(lambda grad, i=i: into.__setitem__(i, grad.detach().cpu()))  # type: ignore[misc]
     return bool(found)
 
 

@@ -8,6 +8,7 @@ soft caps are those of the reference, whatever the model has made of them.
 """
 
 import contextlib
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -18,20 +19,8 @@ from torch import nn
 from kernelbook import check
 from kernelbook.interop import base_model
 from kernelbook.interop.check_layers import Recorder, Weights, unpacked
-from kernelbook.interop.check_reference import (
-    GLUE,
-    Batch,
-    Reference,
-    batch_of,
-    first_of,
-    from_config,
-    packed,
-    padded,
-    scalar,
-    shorter_windows,
-    without_weights,
-)
-from kernelbook.interop.check_report import Report, Row
+from kernelbook.interop.check_reference import GLUE, Batch, Reference, batch_of, first_of, scalar, shorter_windows
+from kernelbook.interop.check_report import Report
 from kernelbook.nf4 import NF4Tensor, nf4_quantize
 from kernelbook.nn.parameters import is_stored_transposed
 from kernelbook.packed.fp4 import fp4_quantize
@@ -75,6 +64,25 @@ def _own_buffers(base: nn.Module) -> list[torch.Tensor]:
     return [b for name, b in base.named_buffers() if "parametrizations" not in name]
 
 
+def _without_weights(model: nn.Module) -> nn.Module:
+    """A copy on the meta device."""
+    memo: dict[int, Any] = {}
+    for p in model.parameters():
+        memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=False)
+    return copy.deepcopy(model, memo)
+
+
+def _from_config(base: Any) -> nn.Module:
+    """The model of transformers that the configuration describes, with eager attention and experts, without weights."""
+    config = copy.deepcopy(base.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    config._attn_implementation = "eager"
+    config._experts_implementation = "eager"
+    with torch.device("meta"):
+        return type(base)(config)  # type: ignore[no-any-return]
+
+
 class _Check:
     """One call of :func:`check_model`."""
 
@@ -93,13 +101,13 @@ class _Check:
         what = "the module before the change" if self.against is not None else "its own eager attention and experts"
         self.report = Report(f"{type(self.base).__name__}, {what} in {exact}, with the weights that the model has now")
 
-    def reference(self, trial: str) -> Reference:
-        skeleton = from_config(self.base) if self.against is None else without_weights(self.against)
-        return Reference(skeleton, self.weights, self.report, trial)
+    def reference(self) -> Reference:
+        skeleton = _from_config(self.base) if self.against is None else _without_weights(self.against)
+        return Reference(skeleton, self.weights, self.report)
 
     def trial(self, trial: str, given: Batch, *, backward: bool = True) -> tuple[Reference, Any]:
         """Run the batch and compare all layers; return the reference and the model's output."""
-        reference = self.reference(trial)
+        self.report.trial, reference = trial, self.reference()
         trained = [p for p in self.base.parameters() if p.requires_grad]
         backward = backward and bool(trained)
         for p in trained:
@@ -111,21 +119,21 @@ class _Check:
             if backward and loss.requires_grad:
                 loss.backward()
         if backward and not loss.requires_grad:
-            self.report.fail(trial, "loss", "gradient", "missing: the loss depends on no trained parameter")
+            self.report.fail("gradient", "loss", "missing: the loss depends on no trained parameter")
         reference.compare(given, recorder.calls, loss, backward)
         if backward:
-            self._unseen(trial, reference)
+            self._unseen(reference)
         return reference, out
 
-    def _unseen(self, trial: str, reference: Reference) -> None:
+    def _unseen(self, reference: Reference) -> None:
         """Trained parameters of which no layer knows."""
         for key, (p, name) in self.weights.parameters.items():
             if not p.requires_grad or key in reference.judged:
                 continue
             if p.grad is None:
-                self.report.fail(trial, name, "gradient", "missing: no backward pass reaches it, whatever the batch")
+                self.report.fail("gradient", name, "missing: no backward pass reaches it, whatever the batch")
             elif not bool(p.grad.isfinite().all()):
-                self.report.fail(trial, name, "gradient", "not finite")
+                self.report.fail("gradient", name, "not finite")
             else:
                 self.report.note(f"{name}: its gradient is finite and compared with nothing, since no layer has it")
 
@@ -137,13 +145,13 @@ class _Check:
                 adapter = name.removesuffix(".weight").rpartition(".")[2]
                 if any(others for other, others in pairs.items() if f".{adapter}." in f".{other}."):
                     note = "frozen (requires_grad is False) beside trained ones: no batch can reach it"
-                    self.report.fail("as given", name, "gradient", note)
+                    self.report.fail("gradient", name, note)
 
     def keeps_apart(self, given: Batch) -> bool:
         """Return whether packed sequences do not see each other in the reference: some models of transformers do not look at positions."""
         ids, first = given.kwargs["input_ids"], int(given.kwargs["position_ids"][0].argmax()) + 1
         other = torch.cat([ids[:, :first].roll(1, 1), ids[:, first:]], 1)
-        reference = self.reference("packing")
+        reference = self.reference()
         outs = (reference.whole(given.but(input_ids=x), self.weights.exact) for x in (ids, other))
         one, two = (first_of(out)[:, first:] for out in outs)
         apart = check.relative_error(one, two) < 1e-5  # other tokens come in another order to experts
@@ -158,7 +166,7 @@ class _Check:
         ours = first_of(out).detach()
         errors = [_error_of_tokens(reference.real(t), reference.real(truth)) for t in (ours, plain)]
         limit = check.FORWARD_FACTOR * errors[1] + check.FLOOR[self.weights.dtype]
-        self.report.rows.append(Row("as given", "whole", "logits", errors[0], limit, errors[0] <= limit))
+        self.report.add("whole", "logits", errors[0], limit)
 
     def packed_weights(self) -> None:
         """The weights against those before the change: the same, or as far off as packing them anew is."""
@@ -171,8 +179,7 @@ class _Check:
                 self._packed_weight(name, before.detach(), stored, is_stored_transposed(module, leaf))
             elif isinstance(stored, torch.Tensor):
                 error = check.relative_error(stored, before.detach().to(stored.dtype))
-                limit = check.FLOOR[self.weights.dtype]
-                self.report.rows.append(Row("as given", "weight", name, error, limit, error <= limit))
+                self.report.add("weight", name, error, check.FLOOR[self.weights.dtype])
 
     def _packed_weight(self, name: str, before: torch.Tensor, q: NF4Tensor, transposed: bool) -> None:
         before = before.mT if transposed else before
@@ -183,13 +190,12 @@ class _Check:
         else:
             self.report.note(f"{name}: packed in {q.code_name}, and not compared with what it was")
             return
-        parts = zip(*(unpacked(x, torch.float32).flatten(0, -3) for x in (q, anew)), before.flatten(0, -3), strict=True)
-        rows = []
-        for expert, (ours, fresh, ref) in enumerate(parts if before.ndim > 2 else ()):
-            error, limit = check.relative_error(ours, ref), check.FORWARD_FACTOR * check.relative_error(fresh, ref)
-            limit += check.FLOOR[torch.float32]
-            rows.append(Row("as given", "weight", name, error, limit, error <= limit, f"expert {expert}"))
-        self.report.rows += [row for row in rows if not row.passed] or rows[:1]
+        matrices = (
+            t.reshape(-1, *t.shape[-2:]) for t in (unpacked(q, torch.float32), unpacked(anew, torch.float32), before)
+        )
+        for expert, (ours, fresh, ref) in enumerate(zip(*matrices, strict=True)):
+            limit = check.FORWARD_FACTOR * check.relative_error(fresh, ref) + check.FLOOR[torch.float32]
+            self.report.add("weight", name, check.relative_error(ours, ref), limit, f"expert {expert}")
 
     def step(self, given: Batch, moving: set[int]) -> None:
         """A step of SGD: what does not move though its gradient is not zero, and whether all layers see the new weights."""
@@ -201,21 +207,22 @@ class _Check:
                 groups.append({"params": [p], "lr": (float(p.detach().float().norm()) or 1.0) / 32 / norm})
         if not groups:
             return
-        before = {key: p.detach().clone() for key, p, _ in trained}
+        self.report.trial, before = "after a step", {key: p.detach().clone() for key, p, _ in trained}
         torch.optim.SGD(groups).step()
         for key, p, name in trained:
             if key in moving:
                 moved = not torch.equal(p, before[key])
                 why = "" if moved else "does not move, and should"
-                self.report.rows.append(Row("after a step", "moved", name, 0.0 if moved else math.inf, 0.0, moved, why))
+                self.report.add("moved", name, 0.0 if moved else math.inf, 0.0, why)
         self.trial("after a step", given, backward=False)
 
     def attempt(self, trial: str, call: Callable[[], None]) -> None:
         """Call it; what it raises is an outcome too."""
+        self.report.trial = trial
         try:
             call()
         except Exception as error:  # a compiler can raise anything
-            self.report.fail(trial, type(self.base).__name__, "whole", f"{type(error).__name__}: {error}")
+            self.report.fail("whole", type(self.base).__name__, f"{type(error).__name__}: {error}")
 
     def compiled(self, given: Batch, logits: torch.Tensor, gradients: Mapping[int, torch.Tensor]) -> None:
         """Under ``torch.compile``, against the model as it is."""
@@ -227,14 +234,19 @@ class _Check:
             loss.backward()
         error = _error_of_tokens(first_of(out).detach(), logits)
         limit = COARSE if self.weights.dtype.itemsize < 4 else 1e-3
-        self.report.rows.append(Row("compiled", "whole", "logits", error, limit, error <= limit))
+        self.report.add("whole", "logits", error, limit)
         for key, before in gradients.items():
             p, name = self.weights.parameters[key]
             error = math.inf if p.grad is None else check.relative_error(p.grad, before)
-            self.report.rows.append(Row("compiled", "gradient", name, error, COARSE, error <= COARSE))
+            self.report.add("gradient", name, error, COARSE)
 
     def captured(self, given: Batch) -> None:
         """Steps in a CUDA graph beside the same from Python; in the third of four the learning rate is zero."""
+        kwargs = given.kwargs
+        if self.of_transformers:
+            from kernelbook.interop.transformers_attention import known_masks
+
+            kwargs = known_masks(self.model, kwargs)
         trained = [(p, name) for p, name in self.weights.parameters.values() if p.requires_grad]
         start = [p.detach().clone() for p, _ in trained]
         losses: list[list[float]] = []
@@ -257,29 +269,20 @@ class _Check:
                 for group in optimizer.param_groups:
                     group["lr"].fill_(lr)  # as PyTorch's schedulers do
                 before = [p.detach().clone() for p, _ in trained]
-                losses[-1].append(float(step(*given.args, **self._known(given))))
+                losses[-1].append(float(step(*given.args, **kwargs)))
                 if not capture:
                     continue
                 moved = [not torch.equal(p, value) for (p, _), value in zip(trained, before, strict=True)]
                 if lr == 0.0:
                     for (_, name), does in zip(trained, moved, strict=True):
                         note = "moves though the learning rate is zero now" if does else ""
-                        self.report.rows.append(
-                            Row("captured", "moved", name, math.inf if does else 0.0, 0.0, not does, note)
-                        )
+                        self.report.add("moved", name, math.inf if does else 0.0, 0.0, note)
             if capture and step.why_eager is not None:
                 self.report.note(f"CapturedStep runs this model's steps from Python: {step.why_eager}")
         limit = max(GLUE * check.FLOOR[self.weights.dtype], 1e-4)
         for i, (plain, ours) in enumerate(zip(*losses, strict=True)):
             error = abs(ours - plain) / (abs(plain) or 1.0)
-            self.report.rows.append(Row("captured", "loss", f"step {i + 1}", error, limit, error <= limit))
-
-    def _known(self, given: Batch) -> dict[str, Any]:
-        if not self.of_transformers:
-            return given.kwargs
-        from kernelbook.interop.transformers_attention import known_masks
-
-        return known_masks(self.model, given.kwargs)
+            self.report.add("loss", f"step {i + 1}", error, limit)
 
 
 def _error_of_tokens(ours: torch.Tensor, ref: torch.Tensor) -> float:
@@ -342,9 +345,9 @@ def check_model(
     with _unchanged(base):
         ids = given.kwargs.get("input_ids")
         if checking.of_transformers and isinstance(ids, torch.Tensor) and ids.ndim == 2 and ids.shape[1] >= 8:
-            checking.trial("padding", padded(given))
-            if checking.keeps_apart(packed(given)):
-                checking.trial("packing", packed(given))
+            checking.trial("padding", given.padded())
+            if checking.keeps_apart(given.packed()):
+                checking.trial("packing", given.packed())
             with shorter_windows(base, ids.shape[1]) as shorter:
                 if shorter:
                     checking.trial("window", given.but(attention_mask=None))

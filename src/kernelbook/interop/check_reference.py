@@ -1,7 +1,6 @@
 """A model without weights beside one that has them: layer by layer the same inputs, and what should have come out."""
 
 import contextlib
-import copy
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -9,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.stateless import _reparametrize_module
 
 from kernelbook import check
 from kernelbook.interop.check_layers import (
@@ -25,21 +25,7 @@ from kernelbook.interop.check_layers import (
     replaced,
     unwrapped,
 )
-from kernelbook.interop.check_report import Report, Row
-
-__all__ = [
-    "GLUE",
-    "Batch",
-    "Reference",
-    "batch_of",
-    "first_of",
-    "from_config",
-    "packed",
-    "padded",
-    "scalar",
-    "shorter_windows",
-    "without_weights",
-]
+from kernelbook.interop.check_report import Report
 
 # Times check.FLOOR: what may be lost between layers and behind them, where residuals are added and logits capped.
 GLUE = 4.0
@@ -71,6 +57,23 @@ class Batch:
     def but(self, **changes: Any) -> "Batch":
         kwargs = {**self.kwargs, **changes}
         return Batch(self.args, {name: value for name, value in kwargs.items() if value is not None})
+
+    def padded(self) -> "Batch":
+        """The first sequence with padding behind it, the last with padding before it."""
+        ids = self.kwargs["input_ids"]
+        mask, some = torch.ones_like(ids), ids.shape[1] // 4
+        mask[0, ids.shape[1] - some :] = 0
+        if len(ids) > 1:
+            mask[-1, :some] = 0
+        labels = _unlabelled(self.kwargs.get("labels", ids), mask.bool())
+        return self.but(attention_mask=mask, labels=labels, position_ids=None)
+
+    def packed(self) -> "Batch":
+        """Two sequences in each row: the positions begin anew."""
+        ids = self.kwargs["input_ids"]
+        first = ids.shape[1] // 2 + 1
+        positions = torch.cat([torch.arange(first), torch.arange(ids.shape[1] - first)]).to(ids.device)
+        return self.but(attention_mask=None, position_ids=positions.expand_as(ids).contiguous())
 
 
 def batch_of(batch: Any, of_transformers: bool) -> Batch:
@@ -115,25 +118,6 @@ def first_of(out: Any) -> torch.Tensor:
     return torch.atleast_1d(next((value for value in found if value.ndim), found[0]))
 
 
-def padded(given: Batch) -> Batch:
-    """The first sequence with padding behind it, the last with padding before it."""
-    ids = given.kwargs["input_ids"]
-    mask, some = torch.ones_like(ids), ids.shape[1] // 4
-    mask[0, ids.shape[1] - some :] = 0
-    if len(ids) > 1:
-        mask[-1, :some] = 0
-    labels = _unlabelled(given.kwargs.get("labels", ids), mask.bool())
-    return given.but(attention_mask=mask, labels=labels, position_ids=None)
-
-
-def packed(given: Batch) -> Batch:
-    """Two sequences in each row: the positions begin anew."""
-    ids = given.kwargs["input_ids"]
-    first = ids.shape[1] // 2 + 1
-    positions = torch.cat([torch.arange(first), torch.arange(ids.shape[1] - first)]).to(ids.device)
-    return given.but(attention_mask=None, position_ids=positions.expand_as(ids).contiguous())
-
-
 @contextlib.contextmanager
 def shorter_windows(base: Any, length: int) -> Iterator[bool]:
     """Within the context sliding windows are shorter than the batch; whether there are any that were not."""
@@ -150,53 +134,14 @@ def shorter_windows(base: Any, length: int) -> Iterator[bool]:
             owners[key].sliding_window = value
 
 
-# --- models without weights ---
-
-
-def without_weights(model: nn.Module) -> nn.Module:
-    """A copy on the meta device."""
-    memo: dict[int, Any] = {}
-    for p in model.parameters():
-        memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=False)
-    return copy.deepcopy(model, memo)
-
-
-def from_config(base: Any) -> nn.Module:
-    """The model of transformers that the configuration describes, with eager attention and experts, without weights."""
-    config = copy.deepcopy(base.config)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    config._attn_implementation = "eager"
-    config._experts_implementation = "eager"
-    with torch.device("meta"):
-        return type(base)(config)  # type: ignore[no-any-return]
-
-
-@contextlib.contextmanager
-def holding(module: nn.Module, values: Mapping[str, torch.Tensor | None]) -> Iterator[None]:
-    """Within the context the module without weights has these."""
-    before: list[tuple[dict[str, Any], str, Any]] = []
-    for name, value in values.items():
-        path, _, leaf = name.rpartition(".")
-        owner = module.get_submodule(path)
-        table: dict[str, Any] = owner._parameters if leaf in owner._parameters else owner._buffers
-        before.append((table, leaf, table[leaf]))
-        table[leaf] = value
-    try:
-        yield
-    finally:
-        for table, leaf, value in before:
-            table[leaf] = value
-
-
 # --- the comparison ---
 
 
 class Reference:
     """Runs a batch through a model without weights, and compares each of its layers with the call of the model's own."""
 
-    def __init__(self, skeleton: nn.Module, weights: Weights, report: Report, trial: str) -> None:
-        self.skeleton, self.weights, self.report, self.trial = skeleton.eval(), weights, report, trial
+    def __init__(self, skeleton: nn.Module, weights: Weights, report: Report) -> None:
+        self.skeleton, self.weights, self.report = skeleton.eval(), weights, report
         self.layers = dict(layers_of(skeleton))
         self.keep: torch.Tensor | None = None
         self.judged: set[int] = set()  # parameters whose gradient was compared
@@ -233,9 +178,9 @@ class Reference:
             ref = scalar(given.cast(self.weights.exact)(self.skeleton))
         for name, left in self._calls.items():
             if left:
-                self.report.fail(self.trial, name, "output", f"called {len(left)} times more than in the reference")
+                self.report.fail("output", name, f"called {len(left)} times more than in the reference")
         error, limit = check.relative_error(loss, ref), GLUE * check.FLOOR[self.weights.dtype]
-        self.report.rows.append(Row(self.trial, "loss", "loss", error, limit, error <= limit))
+        self.report.add("loss", "loss", error, limit)
         if self._last is not None and ref.requires_grad:
             name, call, leaves = self._last
             wanted = {i: leaves[i] for i in call.dy if leaves[i].requires_grad}
@@ -250,7 +195,7 @@ class Reference:
         precision = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("highest")
         try:
-            with holding(self.skeleton, self._outside):
+            with _reparametrize_module(self.skeleton, self._outside):
                 for name, layer in self.layers.items():
                     layer.__dict__["forward"] = lambda *args, name=name, **kwargs: forward(name, args, kwargs)
                 yield
@@ -260,15 +205,15 @@ class Reference:
                 layer.__dict__.pop("forward", None)
 
     def _compute(self, name: str, args: Any, kwargs: Any, dtype: torch.dtype | None, leaves: dict[int, Any]) -> Any:
-        layer = self.layers[name]
-        with holding(layer, {own: self.weights.value(joined(name, own), dtype, leaves) for own in names_in(layer)}):
+        layer, value = self.layers[name], self.weights.value
+        with _reparametrize_module(layer, {own: value(joined(name, own), dtype, leaves) for own in names_in(layer)}):
             return type(layer).forward(layer, *args, **kwargs)
 
     def _layer(self, name: str, args: Any, kwargs: Any) -> Any:
         """Compare a layer; return what the model's own returned."""
         args, kwargs = detached(args), detached(kwargs)
         if not self._calls[name]:
-            self.report.fail(self.trial, name, "output", "not called, and it is in the reference")
+            self.report.fail("output", name, "not called, and it is in the reference")
             return detached(self._compute(name, args, kwargs, self.weights.exact, {}))
         call = self._calls[name].pop(0).to(self.weights.device)
         self._judge_inputs(name, call, args, kwargs)
@@ -349,11 +294,11 @@ class Reference:
         try:
             verdict = check.compare(name, ours, ref, plain.to(ours.dtype), factor=factor)
         except check.CheckError as error:
-            self.report.fail(self.trial, name, what, str(error))
+            self.report.fail(what, name, str(error))
             return
         if not math.isfinite(verdict.error):
             note = f"{note} not finite".strip()
-        self.report.add(self.trial, name, what, verdict, note)
+        self.report.judge(what, name, verdict, note)
 
     def _judge_inputs(self, name: str, call: Call, args: Any, kwargs: Any) -> None:
         """What reaches a layer, of what the layers before it returned."""
@@ -364,10 +309,10 @@ class Reference:
                 continue
             if call.inputs[i].shape != ref.shape:
                 shapes = f"argument {place} has shape {tuple(call.inputs[i].shape)}, the reference's {tuple(ref.shape)}"
-                self.report.fail(self.trial, name, "input", shapes)
+                self.report.fail("input", name, shapes)
                 continue
             error = check.relative_error(self.real(call.inputs[i]), self.real(ref))
-            self.report.rows.append(Row(self.trial, "input", name, error, limit, error <= limit, f"argument {place}"))
+            self.report.add("input", name, error, limit, f"argument {place}")
 
     def _add_gradient(self, layer: str, key: int, call: Call, truth: Any, plain: Any) -> None:
         """Sum what the layers that share a parameter give, and compare once all have."""
@@ -380,7 +325,7 @@ class Reference:
         p, name = self.weights.parameters[key]
         self.judged.add(key)
         if p.grad is None:
-            self.report.fail(self.trial, name, "gradient", "missing: no backward pass reaches it, whatever the batch")
+            self.report.fail("gradient", name, "missing: no backward pass reaches it, whatever the batch")
             return
         if key not in self._sums:
             return
@@ -390,7 +335,7 @@ class Reference:
             self.moving.add(key)
             note = "" if bool(p.grad.any()) else "zero, and should not be"
         elif call.dy and not any(bool(dy.any()) for dy in call.dy.values()):
-            self.report.fail(self.trial, name, "gradient", "zero: what reaches its layer from behind is zero")
+            self.report.fail("gradient", name, "zero: what reaches its layer from behind is zero")
         else:
             self.report.note(
                 f"{name}: its gradient is zero here and in the reference, as where the other half of a pair is"

@@ -20,8 +20,11 @@ class Row:
     name: str
     error: float
     limit: float
-    passed: bool
     note: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.limit
 
     @property
     def ratio(self) -> float:
@@ -42,11 +45,13 @@ class Report:
         reference: what the model was compared with, in words.
         rows: all comparisons.
         notes: what is no error and should be known, such as experts that no row of the batch reached.
+        trial: to which the rows belong that are added.
     """
 
     reference: str
     rows: list[Row] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
+    trial: str = "as given"
 
     @property
     def wrong(self) -> list[Row]:
@@ -81,14 +86,18 @@ class Report:
         if text not in self.notes:
             self.notes.append(text)
 
-    def add(self, trial: str, name: str, what: str, verdict: check.Verdict, note: str = "") -> None:
+    def add(self, what: str, name: str, error: float, limit: float, note: str = "") -> None:
+        """Add a comparison."""
+        self.rows.append(Row(self.trial, what, name, error, limit, note))
+
+    def judge(self, what: str, name: str, verdict: check.Verdict, note: str = "") -> None:
         """Add the outcome of a comparison by the rule."""
-        if verdict.passed or verdict.error > verdict.limit:
-            self.rows.append(Row(trial, what, name, verdict.error, verdict.limit, verdict.passed, note))
+        if verdict.passed or not verdict.error <= verdict.limit:
+            self.add(what, name, verdict.error, verdict.limit, note)
         else:
             note = f"{note} an element is off by {verdict.element:.1f} times what is allowed".strip()
-            self.rows.append(Row(trial, what, name, verdict.element, 1.0, False, note))
+            self.add(what, name, verdict.element, 1.0, note)
 
-    def fail(self, trial: str, name: str, what: str, note: str) -> None:
+    def fail(self, what: str, name: str, note: str) -> None:
         """Add what is wrong without a number."""
-        self.rows.append(Row(trial, what, name, math.inf, 0.0, False, note))
+        self.add(what, name, math.inf, 0.0, note)

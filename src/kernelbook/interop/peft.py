@@ -214,42 +214,25 @@ def _merge(experts: Any, name: str, q: NF4Tensor, pairs: list[LoRAPair], across:
     return MergeError(lost / whole if whole else 0.0, lost / learned if learned else math.inf if lost else 0.0)
 
 
-class _Holder(torch.nn.Module):
-    """Two small parameters for :func:`_probe`."""
-
-    def __init__(self, is_transposed: bool) -> None:
-        super().__init__()
-        self.is_transposed = is_transposed
-        self.weight = torch.nn.Parameter(torch.zeros(2, 3, 5))
-
-
-class _Probe(torch.nn.Module):
-    def __init__(self, is_transposed: bool) -> None:
-        super().__init__()
-        self.inner = _Holder(is_transposed)
-
-
 @functools.cache
 def _probe() -> str | None:
     """Asks the PEFT at hand what its pairs add to a parameter; in words what is not as expected."""
-    try:
-        for is_transposed in (False, True):
-            config = peft.LoraConfig(
-                r=2, lora_alpha=6, target_modules=[], target_parameters=["inner.weight"], init_lora_weights=False
-            )
-            with torch.random.fork_rng(devices=[]):
-                wrapper = peft.get_peft_model(_Probe(is_transposed), config).base_model.model.inner  # type: ignore
-            if type(wrapper) is not layer.ParamWrapper or wrapper.get_base_layer().is_transposed != is_transposed:
-                return "parameters are wrapped in another class"
-            if not hasattr(layer.ParamWrapper, "_activate_lora") or wrapper.parameter_name != "weight":
-                return "ParamWrapper has other methods"
-            a, b, scaling = lora_pair(wrapper, "default")
-            ours = scaling * b @ a
-            added = wrapper.get_delta_weight("default")
-            if not torch.allclose(ours.transpose(1, 2) if is_transposed else ours, added, atol=1e-6):
-                return "the pairs are stored in another layout"
-    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
+    config = peft.LoraConfig(
+        r=2, lora_alpha=6, target_modules=[], target_parameters=["inner.weight"], init_lora_weights=False
+    )
+    for is_transposed in (False, True):
+        holder: Any = torch.nn.Module()
+        holder.is_transposed, holder.weight = is_transposed, torch.nn.Parameter(torch.zeros(2, 3, 5))
+        with torch.random.fork_rng(devices=[]):
+            model: Any = peft.get_peft_model(torch.nn.ModuleDict({"inner": holder}), config)  # type: ignore[arg-type]
+        wrapper = model.base_model.model.inner
+        if type(wrapper) is not layer.ParamWrapper or not hasattr(wrapper, "_activate_lora"):
+            return "parameters are wrapped in another class"
+        a, b, scaling = lora_pair(wrapper, "default")
+        ours = scaling * b @ a
+        added = wrapper.get_delta_weight("default")
+        if not torch.allclose(ours.transpose(1, 2) if is_transposed else ours, added, atol=1e-6):
+            return "the pairs are stored in another layout"
     return None
 
 
@@ -263,7 +246,7 @@ def check_wrappers(model: torch.nn.Module) -> list[Any]:
     problem = _probe()
     if problem:
         raise ImportError(
-            f"kernelbook.interop.peft: LoRA on parameters must be stored as in PEFT 0.18 to 0.21, and in PEFT "
+            f"kernelbook.interop.peft: LoRA on parameters must be stored as in PEFT 0.20 and 0.21, and in PEFT "
             f"{peft.__version__} it is not: {problem}"
         )
     weights = {id(experts): weight_names(experts) for _, experts in expert_modules(model)}

@@ -17,6 +17,7 @@ import torch
 from kernelbook.interop import transformers_attention
 from kernelbook.launch import Launch, cdiv, launcher
 from kernelbook.nn import kernels
+from kernelbook.nn.made_again import MadeAgain
 from kernelbook.operators import Op
 from kernelbook.tensors import is_transformed
 
@@ -157,20 +158,13 @@ def _with_kernel(kind: Any, forward: Any) -> type[torch.nn.Module] | None:
     own_names[FUNCTION] = _or(names[FUNCTION], half)
     own = types.FunctionType(forward.__code__, own_names, forward.__name__, forward.__defaults__, forward.__closure__)
     own.__module__, own.__kwdefaults__ = forward.__module__, forward.__kwdefaults__
-    return type(kind.__name__, (kind,), {"forward": own, "__module__": __name__, "__reduce_ex__": _reduce})
+    return type(kind.__name__, (MadeAgain, kind), {"forward": own, "__module__": __name__, "make": _again})
 
 
-def _reduce(module: torch.nn.Module, protocol: Any) -> Any:
-    """How such a module is pickled: pickle finds classes by their names, which this one does not have. It is made again."""
-    kind: Any = type(module).__bases__[0]
-    return _new, (kind,), *kind.__reduce_ex__(module, protocol)[2:]
-
-
-def _new(kind: Any) -> torch.nn.Module:
-    """A module of the class on the kernel, or of ``kind`` where another version of transformers has it otherwise."""
+def _again(kind: Any) -> type[torch.nn.Module]:
+    """The class on the kernel, or ``kind`` where another version of transformers has it otherwise."""
     transformers_attention.register()  # in another process nobody has, and the model's configuration names it
-    made = (_with_kernel(kind, kind.forward) if _names_it(kind.forward) else None) or kind
-    return made.__new__(made)
+    return (_with_kernel(kind, kind.forward) if _names_it(kind.forward) else None) or kind
 
 
 def attentions(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, type[torch.nn.Module]]]:

@@ -16,13 +16,15 @@ After :func:`register`, ``model.set_experts_implementation("kernelbook")`` selec
 experts are used as they are, see :mod:`kernelbook.interop.peft`.
 """
 
-import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 from torch.nn.utils import parametrize
+from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from kernelbook import runtime
 from kernelbook.interop import base_model
 from kernelbook.interop.transformers_attention import known_masks
 from kernelbook.interop.transformers_experts import (
@@ -30,7 +32,7 @@ from kernelbook.interop.transformers_experts import (
     NAME,
     check_experts,
     expert_modules,
-    interface,
+    expert_weights,
     is_experts,
     is_transposed,
     stored,
@@ -42,6 +44,7 @@ from kernelbook.interop.transformers_loss import loss_in_pieces
 from kernelbook.interop.transformers_nvfp4 import NVFP4ExpertsConfig, NVFP4Linear
 from kernelbook.interop.transformers_quantizer import NF4ExpertsConfig, NF4ExpertsQuantizer
 from kernelbook.nn.experts import LoRAPair, gated_experts
+from kernelbook.nn.offload import offload_layers, read_layer
 from kernelbook.nn.parameters import quantizable, quantize_parameter
 from kernelbook.nn.swiglu import ClampedSwiGLU
 
@@ -62,6 +65,7 @@ __all__ = [
     "is_experts",
     "known_masks",
     "loss_in_pieces",
+    "offload_experts",
     "quantize_experts",
     "register",
     "use_kernels",
@@ -78,17 +82,9 @@ if not TYPE_CHECKING:
 
 
 def register() -> None:
-    """Adds ``"kernelbook"`` to transformers' experts implementations; a second call changes nothing.
-
-    Raises:
-        ImportError: this version of transformers has another interface.
-    """
-    interface().register(NAME, experts_forward)
-    with contextlib.suppress(ImportError, AttributeError):
-        from transformers.integrations import finegrained_fp8
-
-        # Experts in float8 have a table of their own.
-        finegrained_fp8.ALL_FP8_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+    """Adds ``"kernelbook"`` to transformers' experts implementations; a second call changes nothing."""
+    ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+    ALL_FP8_EXPERTS_FUNCTIONS.register(NAME, experts_forward)  # experts in float8 have a table of their own
 
 
 def use_kernels(model: Any) -> Any:
@@ -150,10 +146,11 @@ def experts_forward(
     first, second = weight_names(self)
     pairs: dict[str, LoRAPair] = self.__dict__.get(LORA_ATTRIBUTE, {})
     norm = self.post_expert_norm if getattr(self, "has_post_expert_norm", False) else None
+    gate_up, down = read_layer(self, (first, second)) or (stored(self, first), stored(self, second))
     return gated_experts(
         hidden_states,
-        stored(self, first),
-        stored(self, second),
+        gate_up,
+        down,
         top_k_index,
         top_k_weights,
         activation=_activation(self),
@@ -175,11 +172,8 @@ def expert_parameters(model: torch.nn.Module) -> list[str]:
 
     They are the names in the transformers model, whatever PEFT has wrapped around it and in it.
     """
-    return [
-        f"{name.replace('.base_layer', '')}.{weight}"
-        for name, experts in expert_modules(base_model(model))
-        for weight in weight_names(experts)
-    ]
+    found = expert_weights(base_model(model))
+    return [f"{module.replace('.base_layer', '')}.{name}" for module, _, name in found]
 
 
 def quantize_experts(model: torch.nn.Module, *, block_size: int = 64, double_quant: bool = False) -> int:
@@ -194,24 +188,39 @@ def quantize_experts(model: torch.nn.Module, *, block_size: int = 64, double_qua
     pass and keep them for the backward pass.
 
     Raises:
-        ImportError, ValueError: as :func:`check_experts`; or weights that are compressed already. Nothing is changed.
+        ValueError: as :func:`check_experts`; or weights that are compressed already. Nothing is changed.
     """
-    found = check_experts(model)
-    for name, experts in found:
-        for weight in weight_names(experts):
-            if parametrize.is_parametrized(experts, weight) or getattr(experts, weight).element_size() == 1:
-                raise ValueError(f"quantize_experts: {name}.{weight} must be dense, but it is compressed already")
-            quantizable(experts, weight, block_size)
+    check_experts(model)
+    for module, experts, name in expert_weights(model):
+        if parametrize.is_parametrized(experts, name) or getattr(experts, name).element_size() == 1:
+            raise ValueError(f"quantize_experts: {module}.{name} must be dense, but it is compressed already")
+        quantizable(experts, name, block_size)
     saved = 0
-    for _, experts in found:
-        for weight in weight_names(experts):
-            before = getattr(experts, weight).nbytes
-            saved += (
-                before - quantize_parameter(experts, weight, block_size=block_size, double_quant=double_quant).nbytes
-            )
+    for _, experts, name in expert_weights(model):
+        saved += getattr(experts, name).nbytes
+        saved -= quantize_parameter(experts, name, block_size=block_size, double_quant=double_quant).nbytes
     base = base_model(model)
     if isinstance(base, transformers.PreTrainedModel):
         settings = NF4ExpertsConfig(double_quant, block_size)
         base.hf_quantizer = NF4ExpertsQuantizer(settings, pre_quantized=True)  # type: ignore[assignment]
         base.config.quantization_config = settings
     return saved
+
+
+def offload_experts(model: torch.nn.Module) -> None:
+    """Keep the model's 4-bit experts in pinned host memory, and everything else on the GPU.
+
+    Two layers' experts are on the GPU at a time; while one layer computes, the next one's are copied. A model that is loaded
+    with ``device_map="cpu"`` never has more than that there. ``save_pretrained`` writes what it wrote before. Implementations
+    of the experts other than ``"kernelbook"`` copy all experts of a layer when they read them, and wait for it.
+
+    Raises:
+        ImportError, ValueError: as :func:`check_experts`; or experts that are offloaded already, or of different shapes.
+        TypeError: an expert's weight is not in 4 bits, or LoRA pairs are parametrizations of it at the moment.
+    """
+    found = check_experts(model)
+    offload_layers([(experts, weight_names(experts)) for _, experts in found], runtime.DEVICE)
+    model.to(runtime.DEVICE)
+    base: Any = base_model(model)
+    if hasattr(base, "hf_device_map"):  # by which accelerate knows where a 4-bit model is
+        base.hf_device_map = {"": runtime.DEVICE}

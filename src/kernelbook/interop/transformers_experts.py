@@ -1,11 +1,9 @@
 """The experts of transformers' models as transformers' interface for experts calls them: which they are, and their weights."""
 
-import inspect
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-import transformers
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
@@ -18,7 +16,7 @@ __all__ = [
     "NAME",
     "check_experts",
     "expert_modules",
-    "interface",
+    "expert_weights",
     "is_experts",
     "is_transposed",
     "stored",
@@ -27,26 +25,6 @@ __all__ = [
 
 NAME = "kernelbook"
 LORA_ATTRIBUTE = "_kernelbook_lora"  # where PEFT's wrappers leave their pairs for the forward pass
-ARGUMENTS = ("self", "hidden_states", "top_k_index", "top_k_weights")
-FLAGS = ("has_gate", "has_bias", "is_transposed", "num_experts")
-
-
-def interface() -> Any:
-    """transformers' table of experts implementations; ``ImportError`` where it is not what we know."""
-    try:
-        from transformers.integrations import moe
-
-        table, known = moe.ALL_EXPERTS_FUNCTIONS, moe.grouped_mm_experts_forward
-        fitting = tuple(inspect.signature(known).parameters) == ARGUMENTS and callable(table.register)
-    except (ImportError, AttributeError):
-        fitting = False
-    if not fitting:
-        raise ImportError(
-            f"kernelbook.interop.transformers: the interface for experts (ExpertsInterface, its functions called with "
-            f"{', '.join(ARGUMENTS)}) must be there, as in transformers 5; it is not in transformers "
-            f"{transformers.__version__}"
-        )
-    return table
 
 
 def expert_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -66,14 +44,19 @@ def weight_names(experts: Any) -> tuple[str, str]:
     return ("gate_up_proj" if experts.has_gate else "up_proj"), "down_proj"
 
 
+def expert_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str]]:
+    """The weights of :func:`expert_modules`: the module's name, the module, and the parameter's name in it."""
+    for module, experts in expert_modules(model):
+        for name in weight_names(experts):
+            yield module, experts, name
+
+
 def check_experts(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
     """The experts of ``model``, if all of them are of a kind that the kernels can run.
 
     Raises:
-        ImportError: this version of transformers has another interface.
         ValueError: the model has no experts on that interface, or some that are built otherwise.
     """
-    interface()
     found = list(expert_modules(model))
     if not found:
         raise ValueError(
@@ -89,16 +72,14 @@ def check_experts(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
 
 def _problem_of(experts: Any) -> str | None:
     """What keeps ``experts`` off the kernels, in words."""
-    missing = [flag for flag in FLAGS if not hasattr(experts, flag)]
+    names = weight_names(experts)
+    missing = [
+        name for name in (*names, *(f"{name}_bias" for name in names if experts.has_bias)) if not hasattr(experts, name)
+    ]
     if missing:
-        return f"must have the attributes {', '.join(FLAGS)}, it lacks {', '.join(missing)}"
-    first, second = weight_names(experts)
-    if not all(hasattr(experts, name) for name in (first, second)):
-        return f"must have the parameters {first} and {second}"
-    if experts.has_bias and not all(hasattr(experts, f"{name}_bias") for name in (first, second)):
-        return f"must have the parameters {first}_bias and {second}_bias"
+        return f"must have the parameters {' and '.join(missing)}"
     try:
-        up, down = (stored(experts, name) for name in (first, second))
+        up, down = (stored(experts, name) for name in names)
     except (TypeError, ValueError) as error:
         return f"must have weights in a form that is known: {error}"
     if len(up.shape) != 3 or len(down.shape) != 3:

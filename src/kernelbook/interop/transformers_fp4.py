@@ -4,9 +4,7 @@ A checkpoint in MXFP4 has ``gate_up_proj_blocks`` (E, 2 I, H / 32, 16) and ``gat
 same of ``down_proj``. Each is read into the place where it stays, shard by shard: nothing is ever dense, and nothing but the
 halves of bytes changes. transformers' own ``Mxfp4Config`` either makes the experts dense to train them, or runs kernels that
 have no gradients. ``save_pretrained`` gives the same bytes back, under the same names and with the same configuration, on the
-host, which has to have room for them.
-
-Other parts of the model are loaded as transformers loads them. transformers must be 5.8 or newer.
+host, which has to have room for them. Other parts of the model are loaded as transformers loads them.
 """
 
 from typing import Any
@@ -15,8 +13,8 @@ import torch
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import Mxfp4Config
 
-from kernelbook.interop.transformers_experts import check_experts, expert_modules, weight_names
-from kernelbook.interop.transformers_quantizer import ExpertsQuantizer
+from kernelbook.interop.transformers_experts import check_experts, expert_weights
+from kernelbook.interop.transformers_quantizer import ExpertsQuantizer, Place, expect, taken
 from kernelbook.nf4 import NF4Tensor
 from kernelbook.nn.parameters import store_parameter, stored_weight
 from kernelbook.packed.fp4 import fp4_parts, fp4_tensor
@@ -65,7 +63,6 @@ class MXFP4ExpertsQuantizer(ExpertsQuantizer):
     # --- what transformers asks ---
 
     def validate_environment(self, *_: Any, **__: Any) -> None:
-        self._check_version("MXFP4ExpertsConfig")
         if not self.pre_quantized:
             raise ValueError(
                 "MXFP4ExpertsConfig: the checkpoint must be in MXFP4, and its config.json does not say so; for one with dense "
@@ -73,29 +70,23 @@ class MXFP4ExpertsQuantizer(ExpertsQuantizer):
             )
 
     def _process_model_before_weight_loading(self, model: Any, **others: Any) -> None:
-        self._shapes = {
-            (module, name): _expect(experts, name)
-            for module, experts in check_experts(model)
-            for name in weight_names(experts)
-        }
-        for _, experts in expert_modules(model):
-            # transformers would draw new values for parameters that are not there yet.
-            experts.__dict__["_is_hf_initialized"] = True
+        check_experts(model)
+        self.places = [_place(*found) for found in expert_weights(model)]
+        for place in self.places:
+            expect(model.get_submodule(place.module), place)
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
-        for module, experts in expert_modules(model):
-            for name in weight_names(experts):
-                _take(experts, module, name, self._shapes[module, name], model.config.dtype)
+        for place in self.places:
+            experts = model.get_submodule(place.module)
+            blocks, scales = taken(experts, place)
+            q = fp4_tensor(blocks, scales, dtype=model.config.dtype, in_place=True)
+            store_parameter(experts, place.name, q, transposed=experts.is_transposed)
         return self._loaded(model)
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """With blocks and scales, on the host, in the place of what the experts keep; as it is where they are dense."""
         state = model.state_dict()
-        weights = {
-            (module, name): stored_weight(experts, name)
-            for module, experts in expert_modules(model)
-            for name in weight_names(experts)
-        }
+        weights = {(module, name): stored_weight(experts, name) for module, experts, name in expert_weights(model)}
         packed = {where: q for where, q in weights.items() if isinstance(q, NF4Tensor)}
         self._is_packed(model, *([f"{module}.{name}" for module, name in found] for found in (weights, packed)))
         for (module, name), q in packed.items():
@@ -107,34 +98,10 @@ class MXFP4ExpertsQuantizer(ExpertsQuantizer):
         return state, {}
 
 
-# --- the places of what is read -------------------------------------------------------------------------------------
-
-
-def _expect(experts: Any, name: str) -> tuple[torch.Size, torch.Size]:
-    """Puts blocks and scales without storage in the place of a dense parameter, for transformers to fill; -> their shapes."""
+def _place(module: str, experts: Any, name: str) -> Place:
     e, *sides = getattr(experts, name).shape
     n, k = reversed(sides) if experts.is_transposed else sides
     if k % BLOCK:
         raise ValueError(f"from_pretrained: {name} must have rows of a multiple of {BLOCK} elements, got {k}")
-    delattr(experts, name)
-    shapes = torch.Size((e, n, k // BLOCK, BLOCK // 2)), torch.Size((e, n, k // BLOCK))
-    for part, shape in zip(("blocks", "scales"), shapes, strict=True):
-        empty = torch.empty(shape, dtype=torch.uint8, device="meta")
-        experts.register_parameter(f"{name}_{part}", torch.nn.Parameter(empty, requires_grad=False))
-    return shapes
-
-
-def _take(experts: Any, module: str, name: str, shapes: tuple[torch.Size, torch.Size], dtype: torch.dtype) -> None:
-    """Makes the 4-bit parameter of what was read, in the same memory."""
-    parts = [getattr(experts, f"{name}_{part}") for part in ("blocks", "scales")]
-    for part, value, shape in zip(("blocks", "scales"), parts, shapes, strict=True):
-        if value.is_meta or not getattr(value, "_is_hf_initialized", False) or value.shape != shape:
-            raise ValueError(
-                f"from_pretrained: {module}.{name}_{part} must be in the checkpoint, and it is not, or in another shape"
-            )
-        delattr(experts, f"{name}_{part}")
-    blocks, scales = (part.detach() for part in parts)
-    experts.register_parameter(name, None)
-    store_parameter(
-        experts, name, fp4_tensor(blocks, scales, dtype=dtype, in_place=True), transposed=experts.is_transposed
-    )
+    shapes = {"blocks": (e, n, k // BLOCK, BLOCK // 2), "scales": (e, n, k // BLOCK)}
+    return Place(module, name, {f"{name}_{part}": (torch.uint8, shape) for part, shape in shapes.items()})

@@ -84,7 +84,7 @@ class _DecodingGraphs:
     def __init__(self, model: Any) -> None:
         self._model = weakref.ref(model)
         self._calls = CapturedCalls("fast_generate")
-        self._fixed = FixedInputs("fast_generate")
+        self._fixed = FixedInputs()
         # What graphs read of caches, and whose it is.
         self._taken: dict[Hashable, tuple[list[torch.Tensor], Any]] = {}
         self._state: Hashable = None
@@ -104,7 +104,7 @@ class _DecodingGraphs:
             self._calls.forget()
             if model.device != self._calls.device:
                 self._calls = CapturedCalls("fast_generate", device=model.device)
-            self._fixed = FixedInputs("fast_generate")
+            self._fixed = FixedInputs()
             self._taken.clear()
         return self.forward
 

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 
 from kernelbook.layer_norm import rms_norm
+from kernelbook.nn.made_again import MadeAgain
 from kernelbook.tensors import without_autocast
 
 __all__ = ["rms_norms"]
 
 
-class _Norm(torch.nn.Module):
+class _Norm(MadeAgain):
     """The forward pass that a norm's class gets; everything else stays its own."""
 
     weight: torch.Tensor
@@ -29,20 +30,10 @@ class _Norm(torch.nn.Module):
         with without_autocast(hidden_states):  # it gives float32 there, and these the dtype that they were given
             return rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle finds classes by their names, which this one does not have: it is made again."""
-        reduced: Any = super().__reduce_ex__(protocol)
-        return _new, (type(self).__bases__[1],), *reduced[2:]
-
 
 @functools.cache
 def _on_kernel(kind: Any) -> type[torch.nn.Module]:
-    return type(kind.__name__, (_Norm, kind), {"__module__": __name__})
-
-
-def _new(kind: Any) -> torch.nn.Module:
-    made = _on_kernel(kind)
-    return made.__new__(made)
+    return type(kind.__name__, (_Norm, kind), {"__module__": __name__, "make": _on_kernel})
 
 
 def _is_rms_norm(kind: type[torch.nn.Module], size: int, eps: float) -> bool:

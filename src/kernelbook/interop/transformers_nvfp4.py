@@ -11,8 +11,6 @@ expert's matrices come one by one. They are stacked as bytes, and each keeps the
 may have different ones, and nothing is rounded anew. (To divide is to multiply by the reciprocal, one rounding of float32.)
 Linear layers in NVFP4, of attention for one, stay packed too. ``save_pretrained`` gives the same bytes back, under the same
 names and with the same configuration; scales of activations and of a cache are kept for it, and not used.
-
-transformers must be 5.8 or newer.
 """
 
 import copy
@@ -20,7 +18,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -29,8 +27,8 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.quantizers.auto import register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from kernelbook.interop.transformers_experts import check_experts, weight_names
-from kernelbook.interop.transformers_quantizer import ExpertsQuantizer, stacks_experts
+from kernelbook.interop.transformers_experts import check_experts, expert_weights
+from kernelbook.interop.transformers_quantizer import ExpertsQuantizer, Place, expect, stacks_experts, taken
 from kernelbook.nf4 import NF4Tensor
 from kernelbook.nn.nf4_linear import NF4Linear
 from kernelbook.nn.parameters import store_parameter, stored_weight
@@ -106,22 +104,17 @@ class NVFP4Linear(torch.nn.Linear):
     forward = NF4Linear.forward  # type: ignore[assignment]
 
 
-class _Place(NamedTuple):
-    """Where a parameter's tensors are read, and what they become: ``name`` of ``module``, of this dense shape."""
-
-    module: str
-    name: str
-    prefix: str  # of the names of the tensors, there
-    leaves: tuple[str, ...]  # those tensors: bytes, scales, the float32, and what is kept
-    lead: tuple[int, ...]  # experts and matrices one above the other, or nothing
-    rows: int
-    columns: int
-
-    @property
-    def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of the tensors; of a float32 at least these dimensions."""
-        matrix = [(*self.lead, self.rows, self.columns // elements) for elements in (2, BLOCK)]
-        return (*matrix, *[self.lead] * (len(self.leaves) - 2))
+def _place(module: str, name: str, prefix: str, leaves: tuple[str, ...], *shape: int) -> Place:
+    """``leaves``: bytes, scales, the float32, and what is kept. ``shape``: of an expert's matrices (E, parts, N, K), or (N, K)."""
+    *lead, rows, columns = shape
+    if columns % BLOCK or (lead and rows * columns % PER_FLOAT):
+        raise ValueError(
+            f"from_pretrained: {module}.{name} must have rows of a multiple of {BLOCK} elements, and matrices of a "
+            f"multiple of {PER_FLOAT} in each expert, got {rows} x {columns}"
+        )
+    packed = (torch.uint8, (*lead, rows, columns // 2)), (torch.float8_e4m3fn, (*lead, rows, columns // BLOCK))
+    plain = [(torch.float32, tuple(lead))] * (len(leaves) - 2)
+    return Place(module, name, {prefix + leaf: its for leaf, its in zip(leaves, (*packed, *plain), strict=True)})
 
 
 @register_quantizer(METHOD)
@@ -134,9 +127,6 @@ class NVFP4ExpertsQuantizer(ExpertsQuantizer):
 
     quantization_config: NVFP4ExpertsConfig  # type: ignore[assignment]
 
-    def validate_environment(self, *_: Any, **__: Any) -> None:
-        self._check_version("NVFP4ExpertsConfig")
-
     @property
     def layout(self) -> tuple[str, str, str]:
         return LAYOUTS[self.quantization_config.settings["quant_method"]]
@@ -147,25 +137,25 @@ class NVFP4ExpertsQuantizer(ExpertsQuantizer):
         kept_of_experts = {leaf for name in leaves if EXPERT.search(name) for leaf in leaves[name]} & KEPT
         self.leaves = (*self.layout, *sorted(kept_of_experts))
         self.places = []
-        for module, experts in check_experts(model):
+        check_experts(model)
+        for module, experts, name in expert_weights(model):
             if experts.is_transposed:
                 raise ValueError(f"from_pretrained: {module} must keep its experts as (E, N, K), got (E, K, N)")
-            for name in weight_names(experts):
-                e, n, k = getattr(experts, name).shape
-                parts = 2 if name == "gate_up_proj" else 1
-                self.places.append(_Place(module, name, f"{name}_", self.leaves, (e, parts), n // parts, k))
+            e, n, k = getattr(experts, name).shape
+            parts = 2 if name == "gate_up_proj" else 1
+            self.places.append(_place(module, name, f"{name}_", self.leaves, e, parts, n // parts, k))
         modules = dict(model.named_modules())
         for module in sorted(leaves.keys() & modules.keys()):
             kept = sorted(leaves[module].keys() & KEPT)
             if module in linears:
-                n, k = modules[module].weight.shape
-                self.places.append(_Place(module, "weight", "", (*self.layout, *kept), (), n, k))
+                leaves_of_it = (*self.layout, *kept)
+                self.places.append(_place(module, "weight", "", leaves_of_it, *modules[module].weight.shape))
             else:  # of a cache, where the layer is dense
                 for leaf in kept:
                     if not hasattr(modules[module], leaf):
-                        _register(modules[module], leaf, torch.float32, ())
+                        modules[module].register_buffer(leaf, torch.empty((), dtype=torch.float32, device="meta"))
         for place in self.places:
-            _expect(modules[place.module], place)
+            expect(modules[place.module], place)
 
     def update_weight_conversions(self, weight_conversions: Any, model: Any = None) -> Any:
         """Converters that stack the matrices of single experts become such that stack their tensors."""
@@ -251,7 +241,7 @@ def _packed_linears(model: Any, leaves: dict[str, dict[str, str]], layout: tuple
     return found
 
 
-# --- the places of what is read ---------------------------------------------------------------------------------------
+# --- what is read, and what becomes of it -----------------------------------------------------------------------------
 
 
 class _Stack(ConversionOps):
@@ -291,51 +281,27 @@ class _Unstack(ConversionOps):
         return _Stack()
 
 
-def _register(module: Any, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    module.register_buffer(name, torch.empty(shape, dtype=dtype, device="meta"))
-
-
-def _expect(module: Any, place: _Place) -> None:
-    """Puts buffers without storage in the place of a dense parameter, for transformers to fill."""
-    if place.columns % BLOCK or (place.lead and place.rows * place.columns % PER_FLOAT):
-        raise ValueError(
-            f"from_pretrained: {place.module}.{place.name} must have rows of a multiple of {BLOCK} elements, and matrices of a "
-            f"multiple of {PER_FLOAT} in each expert, got {place.rows} x {place.columns}"
-        )
-    delattr(module, place.name)
-    dtypes = [torch.uint8, torch.float8_e4m3fn] + [torch.float32] * len(place.leaves)
-    for leaf, dtype, shape in zip(place.leaves, dtypes, place.shapes, strict=False):
-        _register(module, place.prefix + leaf, dtype, shape)
-    # transformers would draw new values for parameters that are not there yet.
-    module.__dict__["_is_hf_initialized"] = True
-
-
-def _take(module: Any, place: _Place, divides: bool, dtype: torch.dtype) -> None:
+def _take(module: Any, place: Place, divides: bool, dtype: torch.dtype) -> None:
     """Makes the 4-bit parameter of what was read; its bytes stay where they are."""
-    read = []
-    for leaf, shape in zip(place.leaves, place.shapes, strict=True):
-        value = getattr(module, place.prefix + leaf)
-        there = not value.is_meta and getattr(value, "_is_hf_initialized", False)
-        one_each = leaf != place.leaves[2] or value.numel() == math.prod(place.lead)
-        if not there or value.shape[: len(shape)] != shape or not one_each:
-            raise ValueError(
-                f"from_pretrained: {place.module}.{place.prefix}{leaf} must be in the checkpoint, and it is not, or in another "
-                f"shape"
-            )
-        delattr(module, place.prefix + leaf)
-        read.append(value)
-    packed, scales, whole = (value.flatten(0, 1) if place.lead else value for value in read[:3])
-    whole = whole.flatten() if place.lead else whole.reshape(())
-    q = fp4_tensor(packed, scales, 1 / whole if divides else whole, dtype=dtype, in_place=True)
-    if place.lead:
-        q = dataclasses.replace(q, shape=(place.lead[0], place.lead[1] * place.rows, place.columns))
+    packed, scales, whole, *kept = taken(module, place)
+    lead, (rows, blocks), leaves = packed.shape[:-2], scales.shape[-2:], list(place.tensors)[2:]
+    if whole.numel() != math.prod(lead):
+        raise ValueError(
+            f"from_pretrained: {place.module}.{leaves[0]} must be one number a matrix, got {whole.numel()}"
+        )
+    factor = whole.flatten() if lead else whole.reshape(())
+    if lead:
+        packed, scales = packed.flatten(0, 1), scales.flatten(0, 1)
+    q = fp4_tensor(packed, scales, 1 / factor if divides else factor, dtype=dtype, in_place=True)
+    if lead:
+        q = dataclasses.replace(q, shape=(lead[0], lead[1] * rows, blocks * BLOCK))
     else:
         module.__class__ = NVFP4Linear
-    module.register_parameter(place.name, None)
     store_parameter(module, place.name, q)
     parametrization = module.parametrizations[place.name][0]
-    for leaf, value in zip(place.leaves[2:], read[2:], strict=True):
-        parametrization.register_buffer(leaf, value)  # float32 there whatever becomes of the model's dtype
+    for leaf, value in zip(leaves, (whole, *kept), strict=True):
+        # float32 there whatever becomes of the model's dtype
+        parametrization.register_buffer(leaf.removeprefix(f"{place.name}_") if lead else leaf, value)
 
 
 def _stored(model: Any) -> Iterator[tuple[str, str, NF4Tensor, dict[str, torch.Tensor]]]:

@@ -3,8 +3,7 @@
 Experts are quantized while they are read. Where a checkpoint keeps a tensor for each expert and projection, as most do, each
 is read, quantized into its place and dropped, so that the dense weights of no layer exist as a whole. Everything else of the
 model is loaded as transformers loads it. ``save_pretrained`` writes the packed bytes and the scales, and ``from_pretrained``
-reads them as they are; both need this module to be imported, which :mod:`kernelbook.interop.transformers` does. transformers
-must be 5.8 or newer.
+reads them as they are; both need this module to be imported, which :mod:`kernelbook.interop.transformers` does.
 """
 
 import copy
@@ -12,10 +11,9 @@ import dataclasses
 import math
 import weakref
 from collections.abc import Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import transformers
 from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, WeightConverter
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
@@ -23,12 +21,21 @@ from transformers.quantizers.quantizers_utils import get_module_from_name
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from kernelbook import arguments, runtime
-from kernelbook.interop.transformers_experts import check_experts, expert_modules, is_experts, stored, weight_names
+from kernelbook.interop.transformers_experts import check_experts, expert_weights, is_experts, stored, weight_names
 from kernelbook.nf4 import BLOCK_SIZES, NF4, NF4Tensor, nf4_quantize
 from kernelbook.nn.parameters import store_parameter
 from kernelbook.packed import quantized_scales
 
-__all__ = ["METHOD", "ExpertsQuantizer", "NF4ExpertsConfig", "NF4ExpertsQuantizer", "stacks_experts"]
+__all__ = [
+    "METHOD",
+    "ExpertsQuantizer",
+    "NF4ExpertsConfig",
+    "NF4ExpertsQuantizer",
+    "Place",
+    "expect",
+    "stacks_experts",
+    "taken",
+]
 
 METHOD = "kernelbook_nf4_experts"  # the name in a model's config.json
 NESTED_BLOCK = 256
@@ -66,10 +73,6 @@ class NF4ExpertsConfig(QuantizationConfigMixin):
 
 class ExpertsQuantizer(HfQuantizer):
     """What all of our quantizers answer to transformers alike."""
-
-    def _check_version(self, name: str) -> None:
-        if not hasattr(HfQuantizer, "update_weight_conversions"):
-            raise ImportError(f"{name}: transformers must be 5.8 or newer, got {transformers.__version__}")
 
     @property
     def is_trainable(self) -> bool:
@@ -135,11 +138,6 @@ class NF4ExpertsQuantizer(ExpertsQuantizer):
 
     quantization_config: NF4ExpertsConfig  # type: ignore[assignment]
 
-    # --- what transformers asks ---
-
-    def validate_environment(self, *_: Any, **__: Any) -> None:
-        self._check_version("NF4ExpertsConfig")
-
     def param_element_size(self, model: Any, param_name: str, param: torch.Tensor) -> float:
         """Bytes, by which transformers takes memory beforehand: by those of the dense form it would need that much."""
         if self.param_needs_quantization(model, param_name):
@@ -165,30 +163,24 @@ class NF4ExpertsQuantizer(ExpertsQuantizer):
         return [_streaming(converter) or converter for converter in weight_conversions]
 
     def _process_model_before_weight_loading(self, model: Any, **others: Any) -> None:
-        for _, experts in check_experts(model):
+        check_experts(model)
+        for _, experts, name in expert_weights(model):
             if self.pre_quantized:
-                for name in weight_names(experts):
-                    weight = getattr(experts, name)
-                    store_parameter(experts, name, _empty(weight, self.quantization_config))
+                store_parameter(experts, name, _empty(getattr(experts, name), self.quantization_config))
             # transformers would draw new values for what it does not know, through the dense form.
             experts.__dict__["_is_hf_initialized"] = True
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
-        for name, experts in expert_modules(model):
-            for weight in weight_names(experts):
-                if not isinstance(stored(experts, weight), NF4Tensor) or not self._has_come(experts, weight):
-                    raise ValueError(
-                        f"from_pretrained: {name}.{weight} must be in the checkpoint, and it is not, or in another shape"
-                    )
+        for module, experts, name in expert_weights(model):
+            if not isinstance(stored(experts, name), NF4Tensor) or not self._has_come(experts, name):
+                raise ValueError(
+                    f"from_pretrained: {module}.{name} must be in the checkpoint, and it is not, or in another shape"
+                )
         return self._loaded(model)
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[None, dict[str, Any]]:
         """As it is, packed or dense."""
-        weights = {
-            f"{module}.{name}": stored(experts, name)
-            for module, experts in expert_modules(model)
-            for name in weight_names(experts)
-        }
+        weights = {f"{module}.{name}": stored(experts, name) for module, experts, name in expert_weights(model)}
         self._is_packed(model, weights, [name for name, weight in weights.items() if isinstance(weight, NF4Tensor)])
         return None, {}
 
@@ -198,6 +190,41 @@ class NF4ExpertsQuantizer(ExpertsQuantizer):
         if not self.pre_quantized:
             return not found.original.is_meta
         return all(getattr(part, "_is_hf_initialized", False) and not part.is_meta for part in parts)
+
+
+# --- the places of what is read as it is ------------------------------------------------------------------------------
+
+
+class Place(NamedTuple):
+    """Where a packed parameter's tensors are read: ``name`` of ``module``, and their dtypes and shapes by their names there."""
+
+    module: str
+    name: str
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]  # of a scalar at least these dimensions
+
+
+def expect(module: Any, place: Place) -> None:
+    """Puts buffers without storage in the place of a dense parameter, for transformers to fill."""
+    delattr(module, place.name)
+    for name, (dtype, shape) in place.tensors.items():
+        module.register_buffer(name, torch.empty(shape, dtype=dtype, device="meta"))
+    # transformers would draw new values for parameters that are not there yet.
+    module.__dict__["_is_hf_initialized"] = True
+
+
+def taken(module: Any, place: Place) -> list[torch.Tensor]:
+    """What was read, out of the buffers, which are gone. Raises ``ValueError`` for what is missing."""
+    read = []
+    for name, (_, shape) in place.tensors.items():
+        value = getattr(module, name)
+        if value.is_meta or not getattr(value, "_is_hf_initialized", False) or value.shape[: len(shape)] != shape:
+            raise ValueError(
+                f"from_pretrained: {place.module}.{name} must be in the checkpoint, and it is not, or in another shape"
+            )
+        delattr(module, name)
+        read.append(value)
+    module.register_parameter(place.name, None)
+    return read
 
 
 # --- the conversion -------------------------------------------------------------------------------------------------
@@ -230,17 +257,7 @@ class _Filling:
 
 def _empty(weight: torch.Tensor, config: NF4ExpertsConfig) -> NF4Tensor:
     """The 4-bit form of a parameter without storage, without storage."""
-    meta = torch.device("meta")
-    q = _Filling(tuple(weight.shape), config, meta, weight.dtype)
-    plain: Any = {"dtype": torch.float32, "device": meta}  # while a model is loaded the default is the model's dtype
-    code = torch.empty(16, **plain)
-    if not config.double_quant:
-        return NF4Tensor(q.packed, q.absmax, q.shape, config.block_size, code, NF4.name, weight.dtype)
-    blocks = q.absmax.numel()
-    return NF4Tensor(
-        q.packed, torch.empty(blocks, dtype=torch.uint8, device=meta), q.shape, config.block_size, code, NF4.name,
-        weight.dtype, torch.empty(-(-blocks // NESTED_BLOCK), **plain), torch.empty(256, **plain), torch.empty((), **plain),
-    )  # fmt: skip
+    return _Filling(tuple(weight.shape), config, torch.device("meta"), weight.dtype).tensor()
 
 
 def _take(model: Any, full_name: str, q: NF4Tensor, missing: set[str] | None) -> dict[str, torch.Tensor]:

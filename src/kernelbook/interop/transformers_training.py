@@ -69,7 +69,7 @@ class CapturedTrainer(transformers.Trainer):
         self.calls = CapturedCalls("CapturedTrainer", device=self.args.device, patience=patience)
         if not alone and self.calls.why_eager is None:
             self.calls.go_on_eagerly("there are several GPUs")
-        self._fixed = FixedInputs("CapturedTrainer")
+        self._fixed = FixedInputs()
         self._gradients, self._fingerprint = KeptGradients(), Fingerprint()
         self._drawing: set[Hashable] = set()  # kinds of steps that draw random numbers
 

@@ -1,8 +1,7 @@
 """What a mixture-of-experts model holds, reads and computes: the least that its sizes ask for, before anything is measured.
 
 Bytes are what has to be read once and operations what has to be multiplied and added; what norms, softmax and routing
-do beside is left out. Times are bounds: bytes over the copy bandwidth, or operations over the speed of matrix products,
-whichever takes longer.
+do beside is left out.
 """
 
 import dataclasses
@@ -142,7 +141,3 @@ class Sizes:
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         of_token = 4 * self.hidden + 2 * (q + kv) + q + self.slots * (2 * self.inner + self.inner)
         return 2 * self.layers * batch * tokens * of_token / 1e9
-
-    def bound_ms(self, gb: float, gflop: float, copy_gbs: float, tflops: float) -> float:
-        """The longer of the time to read ``gb`` and the time to compute ``gflop``."""
-        return max(gb / copy_gbs * 1e3, gflop / tflops)

@@ -10,12 +10,10 @@ compiler is not found.
 """
 
 import ast
-import contextlib
 import csv
 import dataclasses
 import functools
 import hashlib
-import importlib
 import inspect
 import itertools
 import json
@@ -43,32 +41,12 @@ from triton.language import constexpr
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-__all__ = [
-    "CompileError",
-    "CompiledKernel",
-    "Occupancy",
-    "compile_calls",
-    "compile_each",
-    "occupancy",
-    "read_reports",
-    "write_reports",
-]
-
 # The columns of a file of reports. The key is all that is looked up by; name and target are for those who read the file.
 REPORT_COLUMNS = ("key", "name", "target", "num_warps", "num_stages", "registers", "spill_bytes", "shared_bytes")
 
 _GPU_TARGETS = {
-    "sm_75": GPUTarget("cuda", 75, 32),
-    "sm_80": GPUTarget("cuda", 80, 32),
-    "sm_86": GPUTarget("cuda", 86, 32),
-    "sm_89": GPUTarget("cuda", 89, 32),
-    "sm_90": GPUTarget("cuda", 90, 32),
-    "sm_100": GPUTarget("cuda", 100, 32),
-    "sm_103": GPUTarget("cuda", 103, 32),
-    "sm_120": GPUTarget("cuda", 120, 32),
-    "sm_121": GPUTarget("cuda", 121, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-    "gfx1201": GPUTarget("hip", "gfx1201", 32),
+    name: GPUTarget("cuda", int(name[3:]), 32) if name.startswith("sm_") else GPUTarget("hip", name, about.warp_size)
+    for name, about in runtime.TARGETS.items()
 }
 
 _POINTERS = {
@@ -176,32 +154,29 @@ def compile_calls(
         CompileError: ``code`` raised, a kernel did not compile, or a stored report does not agree with the compiler; the
             message holds the other process's error.
     """
-    return _compile_codes([code], targets, using, constants or {}, asm, reports, recompile_every, timeout_s)[0]
+    how: dict[str, Any] = {"reports": reports, "recompile_every": recompile_every, "timeout_s": timeout_s}
+    return compile_each([code], targets, using=using, constants=constants, asm=asm, **how)[0]
 
 
 def compile_each(
     codes: Sequence[str],
     targets: Sequence[str],
     *,
+    using: Sequence[Callable[..., Any]] = (),
+    constants: Mapping[str, Any] | None = None,
+    asm: Sequence[str] = (),
     reports: Path | None = None,
     recompile_every: int = 0,
     timeout_s: float = 900.0,
 ) -> list[list[CompiledKernel]]:
     """What :func:`compile_calls` returns, for each of several codes; they run one after the other in one process a target."""
-    return _compile_codes(codes, targets, (), {}, (), reports, recompile_every, timeout_s)
-
-
-def _compile_codes(
-    codes: Sequence[str], targets: Sequence[str], using: Sequence[Callable[..., Any]], constants: Mapping[str, Any],
-    asm: Sequence[str], reports: Path | None, recompile_every: int, timeout_s: float,
-) -> list[list[CompiledKernel]]:  # fmt: skip
     for target in targets:
         if target not in _GPU_TARGETS:
             raise ValueError(f"compile_calls: targets must be of {', '.join(_GPU_TARGETS)}, got {target!r}")
     with tempfile.TemporaryDirectory() as folder:
         job, result = Path(folder, "job.json"), Path(folder, "result.json")
         if using:
-            Path(folder, "definitions.py").write_text(_definitions(using, constants))
+            Path(folder, "definitions.py").write_text(_definitions(using, constants or {}))
             names = ", ".join(function.__name__ for function in using)
             codes = [
                 f"import sys\n\nsys.path.insert(0, {folder!r})\nfrom definitions import {names}\n{c}" for c in codes
@@ -500,28 +475,10 @@ def _of_target(target: str, job: Mapping[str, Any], reports: Mapping[str, Mappin
     result.write_text(json.dumps(found))
 
 
-def _import_once(codes: Sequence[str]) -> None:
-    """Does what each target's process would do anew: imports what the codes name, and what the first backward pass brings
-    along, and reads the kernels' sources."""
-    modules = {"torch._dynamo": None}
-    for node in itertools.chain.from_iterable(ast.parse(code).body for code in codes):
-        if isinstance(node, ast.Import):
-            modules |= dict.fromkeys(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):  # of a package, modules too
-            modules |= dict.fromkeys([str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)])
-    for name in modules:
-        with contextlib.suppress(ImportError):  # a name that is no module; what is missing is missed again by the code
-            importlib.import_module(name)
-    for module in [module for name, module in sys.modules.items() if name.startswith("kernelbook.")]:
-        for value in vars(module).values():
-            if isinstance(value, JITFunction):
-                _text_of(value)
-
-
 def _main(job_path: str, result_path: str) -> None:
     job, result = json.loads(Path(job_path).read_text()), Path(result_path)
-    if len(job["targets"]) > 2:  # for fewer it takes longer than it saves
-        _import_once(job["codes"])
+    if len(job["targets"]) > 2:
+        import torch._dynamo  # noqa: F401  # else each target's process does, at its first backward pass
     reports = read_reports(Path(job["reports"])) if job["reports"] else {}
     parts = [result.with_suffix(f".{target}") for target in job["targets"]]
     for target, part in zip(job["targets"], parts, strict=True):

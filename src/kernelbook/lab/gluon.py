@@ -42,7 +42,6 @@ from unittest import mock
 import numpy as np
 
 from kernelbook import gluon_names, runtime  # before Triton, which it sets up
-from kernelbook.lab import remembered_types
 from kernelbook.lab.gluon_memory import (
     KINDS,
     Copy,
@@ -54,6 +53,7 @@ from kernelbook.lab.gluon_memory import (
     Tiles,
     make_tensor,
     warps_of,
+    wrong,
 )
 from kernelbook.lab.watched_memory import Bounded
 
@@ -161,7 +161,7 @@ class _Semantic(GluonSemantic):  # type: ignore[misc, type-arg]
             layouts = [getattr(t.type, "layout", None) for t in (ptr, other) if isinstance(t, tl.tensor)]
             known = [layout for layout in layouts if layout is not None and not isinstance(layout, language.AutoLayout)]
             if len(known) == 2 and known[0] != known[1]:
-                raise GluonError("layout", f"pointers have {known[0]}, {name} {known[1]}, at {Program.current.place()}")
+                raise wrong("layout", f"pointers have {known[0]}, {name} {known[1]}")
 
 
 def _reduced(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -301,10 +301,7 @@ class _MBarrier:
     def wait(barrier: Shared, phase: Any, pred: Any = True, deps: Any = ()) -> None:
         phase = operator.index(phase)
         if phase not in (0, 1):
-            raise GluonError(
-                "wrong phase",
-                f"a phase is told by its parity, 0 or 1, and {phase} is given, at {Program.current.place()}",
-            )
+            raise wrong("wrong phase", f"a phase is told by its parity, 0 or 1, and {phase} is given")
         if pred:
             Program.current.wait(barrier.barrier, phase)
 
@@ -318,9 +315,7 @@ class _Tma:
             return
         program, one = Program.current, barrier.barrier
         if one in program.unfenced:
-            raise GluonError(
-                "missing fence", f"a copy is to arrive at {one}, which was made and not fenced, at {program.place()}"
-            )
+            raise wrong("missing fence", f"a copy is to arrive at {one}, which was made and not fenced")
         tiles.check(memory)
         values = np.zeros(tiles.block_shape, tiles.data.dtype)
         source, target = tiles.part(at)
@@ -390,30 +385,22 @@ def _of_any_width(layout: Any) -> Any:
 
 def _operand(operand: Any, acc: Any, number: int) -> np.ndarray:
     """An operand of tensor cores, in the layout that they take."""
-    place = Program.current.place()
     if isinstance(operand, Shared):
         if not isinstance(operand.layout, language.NVMMASharedLayout):
-            raise GluonError(
-                "layout", f"warpgroup_mma reads {operand} in {operand.layout}, not in an NVMMASharedLayout, at {place}"
-            )
+            raise wrong("layout", f"warpgroup_mma reads {operand} in {operand.layout}, not in an NVMMASharedLayout")
         operand.read_by_async_proxy("tensor cores read")
         return operand.data.astype(np.float32)
     wanted, found = acc.type.layout, operand.type.layout
     fits = isinstance(found, language.DotOperandLayout) and found.operand_index == number
     if not fits or _of_any_width(found.parent) != _of_any_width(wanted):
-        raise GluonError(
-            "layout", f"operand {number} has {found}, not DotOperandLayout({number}, {wanted}, ...), at {place}"
-        )
+        raise wrong("layout", f"operand {number} has {found}, not DotOperandLayout({number}, {wanted}, ...)")
     return operand.handle.data.astype(np.float32)
 
 
 def _result(acc: Any, version: int) -> Any:
     layout = acc.type.layout
     if not isinstance(layout, language.NVMMADistributedLayout) or layout.version[0] != version:
-        raise GluonError(
-            "layout",
-            f"the accumulator has {layout}, not an NVMMADistributedLayout of version {version}, at {Program.current.place()}",
-        )
+        raise wrong("layout", f"the accumulator has {layout}, not an NVMMADistributedLayout of version {version}")
     return layout
 
 
@@ -426,9 +413,9 @@ def _warpgroup_mma(a: Any, b: Shared, acc: Any, *, use_acc: Any = True, is_async
     if not program.any_tile and (
         rows % 64 or columns % 8 or columns > 256 * layout.warps_per_cta[1] or b.shape[0] % 16
     ):
-        raise GluonError(
+        raise wrong(
             "layout",
-            f"wgmma multiplies 64 rows by up to 256 columns, 16 deep, not {rows} by {columns}, {b.shape[0]} deep, at {program.place()}",
+            f"wgmma multiplies 64 rows by up to 256 columns, 16 deep, not {rows} by {columns}, {b.shape[0]} deep",
         )
     if use_acc:
         product = before.handle.data + product
@@ -574,7 +561,6 @@ class _Launches:
         builder.begin, semantic = begin, _Semantic(builder)
         try:
             with (  # for this launch alone: other kernels are Triton's, whose types have no layouts
-                remembered_types.forgotten() if remembered_types.of_triton else contextlib.nullcontext(),
                 mock.patch.object(interpreter, "interpreter_builder", builder),
                 mock.patch.object(interpreter, "interpreter_semantic", semantic),
                 mock.patch.object(interpreter, "TritonSemantic", lambda _: semantic),  # which Triton 3.6 makes anew

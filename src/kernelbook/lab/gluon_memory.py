@@ -51,6 +51,11 @@ class GluonError(AssertionError):
         self.kind = kind
 
 
+def wrong(kind: str, text: str) -> GluonError:
+    """Return the error that says at the end where the program is."""
+    return GluonError(kind, f"{text}, at {Program.current.place()}")
+
+
 @dataclasses.dataclass(frozen=True)
 class Event:
     """One thing that happened in a program, in the order of one run.
@@ -307,14 +312,11 @@ class Barrier:
         """Arrivals at the phase, bytes that are announced, or (negative) bytes that have come."""
         program = Program.current
         if not self.count:
-            raise GluonError("not interpreted", f"{self} is used before mbarrier.init, at {program.place()}")
+            raise wrong("not interpreted", f"{self} is used before mbarrier.init")
         self.bytes += bytes
         self.missing -= arrivals
         if self.missing < 0:
-            raise GluonError(
-                "arrivals",
-                f"{self} gets one arrival more than its {self.count}, in phase {self.parity}, at {program.place()}",
-            )
+            raise wrong("arrivals", f"{self} gets one arrival more than its {self.count}, in phase {self.parity}")
         if self.missing == 0 and self.bytes < 0:
             raise GluonError(
                 "expect",
@@ -400,10 +402,7 @@ class Shared:
     def index(self, i: Any) -> "Shared":
         i = operator.index(i)
         if not 0 <= i < len(self.data):
-            raise GluonError(
-                "out of range",
-                f"{self.name} has {len(self.data)} parts, and {i} is asked for, at {Program.current.place()}",
-            )
+            raise wrong("out of range", f"{self.name} has {len(self.data)} parts, and {i} is asked for")
         part = self._part(self.data[i], [self.slots[min(i, len(self.slots) - 1)]])
         part.slots[0].is_indexed = len(self.slots) > 1
         part.barriers = self.barriers[i : i + 1]
@@ -440,20 +439,14 @@ class Shared:
         for part in program.partitions:
             for product in part.products:
                 for slot in {*self.slots} & {*product.slots}:
-                    raise GluonError(
-                        "overwritten",
-                        f"{slot} is written at {program.place()} while a product of {part} reads it, from line {product.line}",
+                    raise wrong(
+                        "overwritten", f"{slot} is written while a product of {part} reads it, from line {product.line}"
                     )
             for slot in {*self.slots} & {*part.stores}:
-                raise GluonError(
-                    "overwritten", f"{slot} is written at {program.place()} while TMA copies it to global memory"
-                )
+                raise wrong("overwritten", f"{slot} is written while TMA copies it to global memory")
         for slot in self.slots:
             if slot.copy is not None:
-                raise GluonError(
-                    "overwritten",
-                    f"{slot} is written at {program.place()} while the copy from line {slot.copy.line} is under way",
-                )
+                raise wrong("overwritten", f"{slot} is written while the copy from line {slot.copy.line} is under way")
 
     def check_there(self, who: str) -> None:
         """What is read has been written."""
@@ -485,9 +478,8 @@ class Shared:
 
     def store(self, value: Any) -> None:
         if [*value.shape] != self.shape or value.dtype != self.dtype:
-            raise GluonError(
-                "layout",
-                f"{self} is of {self.shape} {self.dtype}, and {[*value.shape]} {value.dtype} is stored, at {Program.current.place()}",
+            raise wrong(
+                "layout", f"{self} is of {self.shape} {self.dtype}, and {[*value.shape]} {value.dtype} is stored"
             )
         self.check_free()
         self.overwrite(value.handle.data.astype(self.data.dtype, copy=False))
@@ -503,10 +495,7 @@ class Shared:
         self.check_there(who)
         for slot in self.slots:
             if not slot.visible and slot not in Program.current.here.fenced:
-                raise GluonError(
-                    "missing fence",
-                    f"{who} {slot} at {Program.current.place()}, which threads have stored and not fenced",
-                )
+                raise wrong("missing fence", f"{who} {slot}, which threads have stored and not fenced")
 
 
 # --- copies -----------------------------------------------------------------------------------------------------------
@@ -520,10 +509,7 @@ class Copy:
         memory.check_free()
         for slot in memory.slots:
             if slot.unread and barrier is not None:
-                raise GluonError(
-                    "overwritten",
-                    f"{slot} is written at {Program.current.place()}, and nobody has read what the last copy brought",
-                )
+                raise wrong("overwritten", f"{slot} is written, and nobody has read what the last copy brought")
         memory.destroy()
         for slot in memory.slots:
             slot.visible, slot.copy, slot.written = False, self, False
@@ -572,15 +558,12 @@ class Tiles:
 
     def check(self, memory: Shared) -> None:
         if np.prod(memory.shape) != np.prod(self.block_shape) or memory.dtype != self.dtype:
-            raise GluonError(
+            raise wrong(
                 "layout",
-                f"the descriptor has tiles of {self.block_shape} {self.dtype}, {memory} is of {memory.shape} {memory.dtype}, at {Program.current.place()}",
+                f"the descriptor has tiles of {self.block_shape} {self.dtype}, {memory} is of {memory.shape} {memory.dtype}",
             )
         if memory.layout != self.layout and not Program.current.any_tile:
-            raise GluonError(
-                "layout",
-                f"{memory} has the layout {memory.layout}, the descriptor {self.layout}, at {Program.current.place()}",
-            )
+            raise wrong("layout", f"{memory} has the layout {memory.layout}, the descriptor {self.layout}")
 
 
 # --- products ---------------------------------------------------------------------------------------------------------
@@ -595,7 +578,4 @@ class Product:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise GluonError(
-            "result too early",
-            f"the product of line {self.line} is used at {Program.current.place()} and nobody has waited for it",
-        )
+        raise wrong("result too early", f"the product of line {self.line} is used and nobody has waited for it")

@@ -6,28 +6,11 @@ A point is one call: function, mode, dtype and shape, timed in one run with its 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pandas as pd
 
 from kernelbook.lab import record, timing
-
-if TYPE_CHECKING:
-    import pandas as pd
-
-__all__ = [
-    "FILES",
-    "FOR_SCALE",
-    "NEAR",
-    "POINT",
-    "bounded",
-    "compared",
-    "counted",
-    "middles",
-    "share_lines",
-    "shares",
-    "sizes",
-    "strongest",
-    "with_swept",
-]
 
 # Files that measure the package's functions, and the chapters about them. Others measure the steps of a chapter.
 FILES = {
@@ -48,17 +31,10 @@ SAME_BY_THE_CLOCK = 0.05  # the host's time has no percentiles: a difference bel
 NEAR = 0.9  # share of the bound from which on nothing has to be explained
 # No function of the package but what one is compared with; no ceiling of an exchange between GPUs is measured.
 NO_BOUND = {"ops": ("read_rows",), "files": ("several_gpus",), "modes": ("first_call",)}
-# The kernels of profile.csv that a function launches by itself: all of them in float16.
-PROFILED = {
-    "_layer_norm_fwd_kernel": ("layer_norm", "forward"),
-    "_flash_attention_fwd_hopper_kernel": ("flash_attention", "forward"),
-}
 
 
 def with_swept(rows: pd.DataFrame) -> pd.Series:
     """The shape of each row, with the swept variable where it is not part of it."""
-    import pandas as pd
-
     named = rows["x_name"].notna() & ~pd.Series(
         [f"{name}=" in f" {shape}" for name, shape in zip(rows["x_name"], rows["shape"], strict=True)],
         index=rows.index,
@@ -70,8 +46,6 @@ def with_swept(rows: pd.DataFrame) -> pd.Series:
 
 def sizes(shapes: pd.Series) -> pd.DataFrame:
     """A column for each name in texts like ``M=4096 N=1024``."""
-    import pandas as pd
-
     return pd.DataFrame([dict(pair.split("=", 1) for pair in shape.split()) for shape in shapes], index=shapes.index)
 
 
@@ -140,8 +114,6 @@ def shares(rows: pd.DataFrame, ceilings: pd.DataFrame) -> pd.DataFrame:
 
     A row with neither bytes nor operations has no bound, and NaN.
     """
-    import pandas as pd
-
     columns = ["copy_gbs", "bf16_tflops", "tf32_tflops", "empty_us"]
     known = rows[["run"]].merge(ceilings[["run", *columns]].drop_duplicates("run"), on="run", how="left")
     known = known[columns].fillna(ceilings[columns].median()).set_index(rows.index)
@@ -161,8 +133,6 @@ def shares(rows: pd.DataFrame, ceilings: pd.DataFrame) -> pd.DataFrame:
 
 def bounded(gpu: str) -> pd.DataFrame:
     """:func:`shares` of each recorded call of the package in bfloat16 on ``gpu``, a folder of ``book/results``."""
-    import pandas as pd
-
     stems = [stem for stem in FILES if stem not in NO_BOUND["files"] and gpu in record.recorded_gpus(stem)]
     rows = pd.concat([record.load_results(stem, gpu) for stem in stems], ignore_index=True)
     rows = rows.loc[(rows["provider"] == "kernelbook") & (rows["dtype"] == "bfloat16")]
@@ -176,8 +146,6 @@ def share_lines(found: pd.DataFrame) -> pd.DataFrame:
     Columns: ``op``, ``mode``, ``points``; ``lowest``, ``median`` and ``highest`` share; ``where`` it is lowest; ``bound``, that of
     most points; ``unknown``: which of ``bytes`` and ``operations`` is not recorded of some point.
     """
-    import pandas as pd
-
     lines: list[dict[str, Any]] = []
     for (op, mode), group in found.groupby(["op", "mode"], sort=False):
         known = group.dropna(subset="share")
@@ -199,51 +167,5 @@ def share_lines(found: pd.DataFrame) -> pd.DataFrame:
 
 def middles(found: pd.DataFrame) -> pd.DataFrame:
     """Of each function and mode the row with the middle share: the higher one where there are two."""
-    import pandas as pd
-
     ranked = found.dropna(subset="share").sort_values("share", kind="stable").groupby(["op", "mode"], sort=False)
     return pd.concat([group.iloc[[len(group) // 2]] for _, group in ranked])
-
-
-def counted(gpu: str) -> pd.DataFrame:
-    """What Nsight Compute counted on ``gpu`` in the longest kernel of a function's call: ``bench/counters.py``.
-
-    A row for each function and mode: ``kernel`` and ``problem``; ``memory``, ``unit`` and ``warps``, per cent of the peak of the
-    memory, of the SM's busiest unit and of the places for warps; ``wait``, why a warp waits most, and ``waits``, its per cent of
-    a warp's time. Where ``counters.csv`` does not name a function, ``profile.csv`` may.
-    """
-    import pandas as pd
-
-    folder, key = record.results_dir() / gpu, ["op", "mode", "kernel", "problem", "date"]
-    tables = [pd.DataFrame(columns=[*key, "metric", "value"])]
-    if (folder / "counters.csv").exists():
-        rows = pd.read_csv(folder / "counters.csv")
-        tables.append(rows.assign(problem=with_swept(rows) + ", " + rows["dtype"]))
-    if (folder / "profile.csv").exists():
-        rows = pd.read_csv(folder / "profile.csv")
-        rows = rows.loc[rows["kernel"].isin(list(PROFILED))]
-        ops, modes = ([PROFILED[kernel][i] for kernel in rows["kernel"]] for i in (0, 1))
-        tables.append(rows.assign(op=ops, mode=modes, problem=rows["problem"] + ", float16"))
-    found = pd.concat([table for table in tables if len(table)] or tables)
-    before, after = "smsp__average_warps_issue_stalled_", "_per_issue_active.ratio"
-    lines = []
-    for names, group in found.groupby(key, sort=False):
-        count = dict(zip(group["metric"], group["value"].astype(float), strict=True))
-        waits = {
-            name.removeprefix(before).removesuffix(after): cycles
-            for name, cycles in count.items()
-            if name.startswith(before)
-        }
-        most = max((name for name in waits if name != "selected"), key=waits.__getitem__)  # that is when a warp issues
-        lines.append(
-            {
-                **dict(zip(key, names, strict=True)),
-                "memory": count["gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed"],
-                "unit": count["sm__throughput.avg.pct_of_peak_sustained_elapsed"],
-                "warps": count["sm__warps_active.avg.pct_of_peak_sustained_active"],
-                "wait": most.replace("_", " "),
-                "waits": 100 * waits[most] / sum(waits.values()),
-            }
-        )
-    columns = [*key, "memory", "unit", "warps", "wait", "waits"]
-    return pd.DataFrame(lines, columns=columns).drop_duplicates(["op", "mode"])

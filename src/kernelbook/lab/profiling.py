@@ -27,18 +27,6 @@ from torch._C._autograd import DeviceType
 from kernelbook import runtime
 from kernelbook.lab import record, timing
 
-__all__ = [
-    "Kernel",
-    "ProfileCallback",
-    "Report",
-    "StepProfiler",
-    "add_arguments",
-    "device_kernels",
-    "part_of",
-    "profile",
-    "sums",
-]
-
 MAX_EVENTS = 200_000  # allocations that the snapshot holds
 
 

@@ -29,35 +29,6 @@ from kernelbook.lab import stale
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = [
-    "BOOKS_GPU",
-    "BOUNDS",
-    "CEILING_COLUMNS",
-    "COLUMNS",
-    "ENVIRONMENT",
-    "KEY",
-    "WRONG",
-    "check_folder",
-    "device_slug",
-    "drop_rows",
-    "drop_unused_ceilings",
-    "environment",
-    "gpu_name",
-    "is_ours",
-    "load_all_results",
-    "load_ceilings",
-    "load_results",
-    "new_run",
-    "recorded_gpus",
-    "replace_file",
-    "results_dir",
-    "sentence",
-    "slug",
-    "write_lines",
-    "write_results",
-    "wrong_results",
-]
-
 ENVIRONMENT = ("gpu", "driver", "torch", "triton", "version", "commit", "kernels", "date")
 KEY = ("op", "mode", "provider", "dtype", "shape", "x_name", "x")
 FIGURES = ("ms", "ms_p20", "ms_p80", "gbytes", "gflop", "peak_mib", "err_ratio", "host_us", "gpus")

@@ -4,21 +4,11 @@ The rules beside the kernels are what such models and measurements have shown, i
 """
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 import triton
 
 from kernelbook import runtime
-
-__all__ = [
-    "MAX_REGISTERS",
-    "Resources",
-    "bucket",
-    "fits",
-    "matmul_resources",
-    "tensor_core",
-]
 
 MAX_REGISTERS = 255  # per thread, on every NVIDIA GPU of the last ten years
 # Registers that pointers, masks, loop counters and temporaries take beside the tiles: what the compiled kernels of this
@@ -28,14 +18,9 @@ BOOKKEEPING_REGISTERS = 70
 # What matmul_resources counts beside the tiles. Fitted to what the compiler reports for sm_90 (Triton 3.6 and 3.7), over
 # the configurations of tests/test_plans.py and of the chapter "Choosing tiles", which draws how far off they are.
 LOOP_REGISTERS = {"wgmma": 20, "mma.sync": 28, "fma": 28}  # counters, masks, the pipeline's state
-COPY_REGISTERS = (
-    3  # a load that a thread does in each step: its 64-bit address, and its mask or its place in shared memory
-)
+COPY_REGISTERS = 3  # a thread's load in each step: its 64-bit address, and its mask or its place in shared memory
 PASSING_REGISTERS = 1  # 16 bytes of operands in a step: mma.sync takes them from registers, a few at a time
 DESCRIPTOR_REGISTERS = 28  # the whole loop where tensor descriptors load: there are no addresses
-FMA_REGISTERS = (
-    0.65  # 16 bits of operands that a thread multiplies in a step of fma; fitted for sm_75. It streams wider ones
-)
 STAGING_BYTES = 128  # a thread: at most so much shared memory turns the result around before it is stored
 BARRIER_BYTES = 8  # a stage and operand, where tensor descriptors load
 
@@ -69,7 +54,6 @@ def matmul_resources(
     out_itemsize: int = 2,
     copy_bytes: int = 16,
     descriptors: bool | Sequence[bool] = False,
-    scratch_bytes: int = 0,
     properties: runtime.DeviceProperties | None = None,
 ) -> Resources:
     """The resource model of a loop over matrix products, as ``tl.dot(a, b, acc)`` on tiles that were just loaded.
@@ -84,10 +68,10 @@ def matmul_resources(
         copy_bytes: how wide one thread's loads are: 16 where rows begin on multiples of 16 bytes; the element's size where
             the compiler cannot know.
         descriptors: whether tensor descriptors load the operands; one for all, or one for each.
-        scratch_bytes: shared memory beside the loop's buffers, for tiles of a product before or after it.
         properties: the GPU (default: the current one).
 
-    Not counted: row and column indices that are carried through the loop, and what a kernel computes besides.
+    Not counted: row and column indices that are carried through the loop, what a kernel computes besides, and the operands
+    that a thread holds where there are no tensor cores.
     """
     properties = properties or runtime.properties()
     threads = properties.warp_size * config.num_warps
@@ -98,7 +82,7 @@ def matmul_resources(
     # mma.sync has its operands in registers when the next copy starts; wgmma
     # still reads shared memory then, which takes one buffer more.
     buffers = max(config.num_stages - (core == "mma.sync"), 1)
-    staged, passing, loaded = float(scratch_bytes), 0.0, 0
+    staged, passing, loaded = 0.0, 0.0, 0
     for size, by_descriptor in zip(tiles, each, strict=True):
         # An asynchronous copy takes 4, 8 or 16 bytes. Narrower loads go
         # through registers, into a single buffer.
@@ -112,11 +96,6 @@ def matmul_resources(
     shared = max(staged, min(turned, STAGING_BYTES * threads))
 
     kept = sum(n * size / 4 for n, size in (*accumulators, *held)) / threads
-    if (
-        core == "fma" and operands[0][1] == 2
-    ):  # a thread's rows and columns of its square of the result, all of the step
-        depth = math.sqrt(operands[0][0] * operands[1][0] / accumulators[0][0])
-        passing += FMA_REGISTERS * depth * 2 * math.sqrt(accumulators[0][0] / threads)
     if core == "mma.sync":
         passing += PASSING_REGISTERS * sum(tiles) / 16 / threads
     copies = loaded / copy_bytes / threads

@@ -30,29 +30,7 @@ from kernelbook.lab import record as results
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = [
-    "Case",
-    "Ceilings",
-    "FirstCall",
-    "Problem",
-    "Timing",
-    "allow_tf32",
-    "ceilings_row",
-    "first_call_ms",
-    "free_bytes",
-    "half_dtype",
-    "host_us",
-    "measure",
-    "measure_ceilings",
-    "measure_in_turn",
-    "peak_mib",
-    "run_cases",
-    "time_steps",
-    "wait",
-    "wall",
-]
-
-WARMUP_MS = 25.0
+WARMUP_MS, MIN_SAMPLES = 25.0, 20
 ROUNDS = 4  # in which the providers of a case have their turns; even, since every second round goes backwards
 MODES = ("forward", "backward", "forward_backward", "step", "first_call")
 
@@ -94,28 +72,19 @@ def free_bytes() -> int:
     return min(free + held, int(total * torch.cuda.memory.get_per_process_memory_fraction())) - used
 
 
-def measure(
-    fn: Callable[[], Any],
-    *,
-    warmup_ms: float = WARMUP_MS,
-    rep_ms: float = 100.0,
-    min_samples: int = 20,
-    before: Callable[[], object] = lambda: None,
-) -> Timing:
+def measure(fn: Callable[[], Any], *, rep_ms: float = 100.0) -> Timing:
     """The time of ``fn()`` on the device, with a cold L2 cache, after warm-up.
 
     On a GPU each sample is the time between two events around the call. Before the first event the L2 cache is
     overwritten and read again, so that nothing of the call's is in it and no line has to be written back first (between
     the layers of a model most lines are clean too); and the device is kept busy for a little longer than the host needs to
     enqueue the call: so the sample holds the device's time, not the host's (:func:`host_us`). Without a GPU the wall clock
-    is read, which tells nothing about a GPU. ``before`` runs before each sample and does not count.
+    is read, which tells nothing about a GPU.
     """
-    return Timing.of(_sampler(fn, before)(warmup_ms, rep_ms, min_samples))
+    return Timing.of(_sampler(fn)(WARMUP_MS, rep_ms, MIN_SAMPLES))
 
 
-def measure_in_turn(
-    calls: Mapping[str, Callable[[], Any]], *, rep_ms: float = 100.0, min_samples: int = 20
-) -> dict[str, Timing]:
+def measure_in_turn(calls: Mapping[str, Callable[[], Any]], *, rep_ms: float = 100.0) -> dict[str, Timing]:
     """:func:`measure` of each call, in :data:`ROUNDS` rounds in which each has its turn.
 
     A GPU's clock falls with its power and heat, by some per cent within a second of hard work: so what is compared meets the
@@ -126,16 +95,14 @@ def measure_in_turn(
     times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(rounds):
         for name, sample in list(samplers.items())[:: -1 if turn % 2 else 1]:
-            times[name] += sample(WARMUP_MS / rounds, rep_ms / rounds, math.ceil(min_samples / rounds))
+            times[name] += sample(WARMUP_MS / rounds, rep_ms / rounds, math.ceil(MIN_SAMPLES / rounds))
     return {name: Timing.of(samples) for name, samples in times.items()}
 
 
-def _sampler(
-    fn: Callable[[], Any], before: Callable[[], object] = lambda: None
-) -> Callable[[float, float, int], list[float]]:
+def _sampler(fn: Callable[[], Any]) -> Callable[[float, float, int], list[float]]:
     """Calls ``fn`` a few times; -> what warms it up for so many ms and returns samples of as many, at least so many."""
     if runtime.DEVICE.type != "cuda":
-        return lambda warmup_ms, rep_ms, min_samples: _samples_on_cpu(fn, rep_ms, before)
+        return lambda warmup_ms, rep_ms, min_samples: _samples_on_cpu(fn, rep_ms)
 
     def host_ms() -> float:
         start = time.perf_counter()
@@ -162,7 +129,6 @@ def _sampler(
         count = max(min_samples, min(500, math.ceil(rep_ms / estimate)))
         events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
         for begin, finish in events:
-            before()
             torch.amax(flush.zero_(), dim=0, out=read)
             torch.cuda._sleep(head_start)
             begin.record()
@@ -174,10 +140,9 @@ def _sampler(
     return sample
 
 
-def _samples_on_cpu(fn: Callable[[], Any], rep_ms: float, before: Callable[[], object]) -> list[float]:
+def _samples_on_cpu(fn: Callable[[], Any], rep_ms: float) -> list[float]:
     times: list[float] = []
     while not times or (sum(times) < rep_ms and len(times) < 100):
-        before()
         start = time.perf_counter()
         fn()
         times.append((time.perf_counter() - start) * 1e3)
@@ -264,10 +229,9 @@ def first_call_ms(code: str, *, timeout_s: float = 300.0) -> float:
     clock = "torch.cuda.synchronize()\n_times.append(time.perf_counter())\n"
     program = f"import time, torch\n_times = []\n{before}\n{clock}{call}\n{clock}print((_times[1] - _times[0]) * 1e3)\n"
     with tempfile.TemporaryDirectory() as empty:
-        caches = {"TRITON_CACHE_DIR": f"{empty}/triton", "KERNELBOOK_CACHE": f"{empty}/kernelbook"}
         done = subprocess.run(
             [sys.executable, "-c", program],
-            env={**os.environ, **caches},
+            env={**os.environ, "TRITON_CACHE_DIR": empty},
             capture_output=True,
             text=True,
             timeout=timeout_s,
@@ -481,9 +445,7 @@ def run_cases(
 
 
 def _run_case(case: Case, rep_ms: float) -> list[dict[str, str]]:
-    torch.manual_seed(
-        0
-    )  # a case has the same inputs in every run, whatever is measured before it: routing decides times
+    torch.manual_seed(0)  # the same inputs in every run, whatever is measured before: routing decides times
     problem, on_gpu = case.build(), runtime.DEVICE.type == "cuda"
     gpus = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     ratios = error_ratios(problem) if isinstance(problem, Problem) else {}
@@ -523,8 +485,7 @@ def time_steps(stem: str, cases: Iterable[Case], *, record: bool = False, rep_ms
     """Checks and times the steps of a chapter, see :func:`run_cases`; without a GPU checks them and returns no row.
 
     Args:
-        stem: with ``record``, on a GPU, the rows go to ``book/results/<gpu>/<stem>.csv`` table by table, and the ceilings
-            beside them: what one gave stays where another fails, or where the time is up.
+        stem: with ``record``, on a GPU, the rows go to ``book/results/<gpu>/<stem>.csv``, and the ceilings beside them.
         cases: one for each table of steps; the providers are its steps in their order, peers last.
         record: keep what was measured.
         rep_ms: how long to sample each call.
@@ -533,22 +494,16 @@ def time_steps(stem: str, cases: Iterable[Case], *, record: bool = False, rep_ms
         RuntimeError: a case failed.
     """
     gpu = runtime.DEVICE.type == "cuda"
-    folder = results.results_dir() / results.device_slug() if record and gpu else None
+    path = results.results_dir() / results.device_slug() / f"{stem}.csv" if record and gpu else None
     cases = list(cases)
-
-    def keep(rows: pd.DataFrame) -> None:
-        if folder is not None:
-            new = set(_tables_of(rows))  # steps that are none any more do not stay among them
-            results.drop_rows(folder / f"{stem}.csv", lambda old: [table in new for table in _tables_of(old)])
-            results.write_results(folder / f"{stem}.csv", rows)
-
-    kept = stem if folder is not None else ""
-    rows, failures = run_cases(cases, stem=kept, progress=False, rep_ms=rep_ms if gpu else 1.0, record=keep)
-    if folder is not None and len(rows):
-        run, found = rows["run"].iloc[0], set(_tables_of(rows))
-        if {(case.op, case.mode, case.dtype_name, case.shape_text) for case in cases} <= found:  # all of the page's
-            results.drop_rows(folder / f"{stem}.csv", lambda old: list(old["run"] != run))
-        results.write_results(folder / "ceilings.csv", ceilings_row(measure_ceilings(), run), key=("run",))
+    rows, failures = run_cases(cases, stem=stem if path else "", progress=False, rep_ms=rep_ms if gpu else 1.0)
+    if path is not None and len(rows):
+        # Steps that are none any more do not stay; a table that failed does.
+        failed = {(case.op, case.mode, case.dtype_name, case.shape_text) for case in cases} - set(_tables_of(rows))
+        results.drop_rows(path, lambda old: [table not in failed for table in _tables_of(old)])
+        results.write_results(path, rows)
+        ceilings = ceilings_row(measure_ceilings(), rows["run"].iloc[0])
+        results.write_results(path.parent / "ceilings.csv", ceilings, key=("run",))
     if failures:
         raise RuntimeError("time_steps: " + "; ".join(failures))
     return rows if gpu else rows.iloc[:0]  # the interpreter's times say nothing, so none is kept

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -63,10 +62,8 @@ def _parts(q: NF4Tensor) -> tuple[Any, Any, Any, Any, Any, Any]:
     return q.packed, q.absmax, q.code, q.nested_absmax, q.nested_code, q.nested_offset
 
 
-def _check_dequantize(
-    packed: torch.Tensor, absmax: Any, code: Any, nested_absmax: Any, nested_code: Any, nested_offset: Any,
-    experts: Any, expert: int | None, shape: Sequence[int], block_size: int, dtype: torch.dtype,
-) -> None:  # fmt: skip
+def _check_dequantize(*args: Any) -> None:
+    packed, *_, experts, _, shape, _, _ = args
     arguments.check_tensor("nf4_dequantize", "q.packed", packed, dtypes=(torch.uint8,))
     if experts is not None:
         arguments.check_indices("nf4_dequantize", "experts", experts)
@@ -75,11 +72,9 @@ def _check_dequantize(
         arguments.check_same_device("nf4_dequantize", q=packed, experts=experts)
 
 
-def _outputs_dequantize(
-    packed: torch.Tensor, absmax: Any, code: Any, nested_absmax: Any, nested_code: Any, nested_offset: Any,
-    experts: torch.Tensor | None, expert: int | None, shape: Sequence[int], block_size: int, dtype: torch.dtype,
-) -> tuple[torch.Tensor]:  # fmt: skip
+def _outputs_dequantize(*args: Any) -> tuple[torch.Tensor]:
     """-> (A, *shape[1:]) with ``experts``, (1, *shape[1:]) with one ``expert``, or shape."""
+    packed, *_, experts, expert, shape, _, dtype = args
     if experts is not None or expert is not None:
         shape = (1 if experts is None else experts.shape[0], *shape[1:])
     return (empty(tuple(shape), dtype, packed),)
@@ -94,10 +89,8 @@ class _DequantizePlan:
     grid: tuple[int]
 
 
-def _plan_dequantize(
-    packed: torch.Tensor, absmax: Any, code: Any, nested_absmax: Any, nested_code: Any, nested_offset: Any,
-    experts: torch.Tensor | None, expert: int | None, shape: Sequence[int], block_size: int, dtype: torch.dtype,
-) -> _DequantizePlan:  # fmt: skip
+def _plan_dequantize(*args: Any) -> _DequantizePlan:
+    packed, _, _, nested_absmax, _, nested_offset, experts, expert, shape, block_size, _ = args
     whole, scale = experts is None and expert is None, kind_of_scale(block_size, nested_absmax, nested_offset)
     available, chosen = 1 if whole else shape[0], 1 if experts is None else experts.shape[0]
     size = math.prod(shape if whole else shape[1:])
@@ -127,18 +120,15 @@ def _plan_dequantize(
     return _DequantizePlan(available, length, tiles, launch, (chosen * tiles,))
 
 
-def _run_dequantize(
-    plan: _DequantizePlan, outputs: tuple[torch.Tensor], packed: torch.Tensor, absmax: torch.Tensor, code: torch.Tensor,
-    nested_absmax: Any, nested_code: Any, nested_offset: Any, experts: torch.Tensor | None, expert: int | None,
-    *_: Any,
-) -> None:  # fmt: skip
+def _run_dequantize(plan: _DequantizePlan, outputs: tuple[torch.Tensor], *args: Any) -> None:
+    packed, absmax, code, *nested, experts, expert, _, _, _ = args
     [out] = outputs
     if experts is not None:
         arguments.check_index_values("nf4_dequantize", "experts", experts, plan.experts)
     if plan.launch is None:
         out.zero_()
         return
-    nested = (code, code, code) if nested_absmax is None else (nested_absmax, nested_code, nested_offset)
+    nested = [code, code, code] if nested[0] is None else nested
     ids = code if experts is None else experts.contiguous()
     plan.launch(plan.grid, packed, absmax, *nested, code, ids, expert or 0, out, plan.experts, plan.length, plan.tiles)
 
@@ -222,7 +212,6 @@ def _run_quantize(
 
 _quantize = Op(
     "nf4_quantize(Tensor w, Tensor code, SymInt block_size) -> (Tensor packed, Tensor absmax)",
-    check=lambda *_: None,
     outputs=_outputs_quantize,
     plan=_plan_quantize,
     run=_run_quantize,
@@ -266,10 +255,8 @@ def nf4_matmul(x: torch.Tensor, q: NF4Tensor, expert: int | torch.Tensor) -> tor
     return _matmul(x, *_parts(q), experts, number, q.shape, q.block_size)  # type: ignore[no-any-return]
 
 
-def _check_matmul(
-    x: torch.Tensor, packed: torch.Tensor, absmax: Any, code: Any, nested_absmax: Any, nested_code: Any,
-    nested_offset: Any, experts: Any, expert: int | None, shape: Sequence[int], block_size: int,
-) -> None:  # fmt: skip
+def _check_matmul(*args: Any) -> None:
+    x, packed, *_, experts, expert, shape, _ = args
     arguments.check_tensor("nf4_matmul", "x", x, dtypes=DTYPES)
     if len(shape) != 3:
         raise ValueError(f"nf4_matmul: q must have shape (E, N, K), got {tuple(shape)}")
@@ -296,10 +283,8 @@ class _MatmulPlan:
     grid: tuple[int, int]
 
 
-def _plan_matmul(
-    x: torch.Tensor, packed: torch.Tensor, absmax: Any, code: Any, nested_absmax: Any, nested_code: Any,
-    nested_offset: Any, experts: torch.Tensor | None, expert: int | None, shape: Sequence[int], block_size: int,
-) -> _MatmulPlan:  # fmt: skip
+def _plan_matmul(*args: Any) -> _MatmulPlan:
+    x, packed, _, _, nested_absmax, _, nested_offset, experts, _, shape, block_size = args
     (num_experts, n, k), m, properties = shape, math.prod(x.shape[:-1]), runtime.properties(x.device)
     scale, alignment = kind_of_scale(block_size, nested_absmax, nested_offset), packed.data_ptr() % 16
     same_bits = properties.same_bits  # then one way for any number of rows: through tensor cores, or W made dense
@@ -322,12 +307,9 @@ def _plan_matmul(
     return _MatmulPlan(m, n, k, num_experts, tensor_cores, launch, grid)
 
 
-def _run_matmul(
-    plan: _MatmulPlan, outputs: tuple[torch.Tensor], x: torch.Tensor, packed: torch.Tensor, absmax: torch.Tensor,
-    code: torch.Tensor, nested_absmax: Any, nested_code: Any, nested_offset: Any, experts: torch.Tensor | None,
-    expert: int | None, shape: Sequence[int], block_size: int,
-) -> None:  # fmt: skip
-    [y], m, n, k, nested = outputs, plan.m, plan.n, plan.k, (nested_absmax, nested_code, nested_offset)
+def _run_matmul(plan: _MatmulPlan, outputs: tuple[torch.Tensor], *args: Any) -> None:
+    x, packed, absmax, code, *nested, experts, expert, shape, block_size = args
+    [y], m, n, k = outputs, plan.m, plan.n, plan.k
     if experts is not None:
         arguments.check_index_values("nf4_matmul", "expert", experts, plan.experts)
     if m * n == 0:
@@ -337,14 +319,13 @@ def _run_matmul(
         # Kernels for a single matrix find a row of x, of 64 pairwise, of 16 by elements, by 32 bits.
         if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16 or x.stride(0) >= 2**26:
             x = x.clone(memory_format=torch.contiguous_format)
-        w = products.Matrices(packed, absmax, code, nested, block_size, (plan.experts, k, n))
+        w = products.Matrices(packed, absmax, code, tuple(nested), block_size, (plan.experts, k, n))
         products.multiply_one(plan.tensor_cores, x, w, (expert or 0) if experts is None else experts, y.view(m, n))
     elif plan.launch is not None:
-        nested = (code, code, code) if nested_absmax is None else nested
+        nested = [code, code, code] if nested[0] is None else nested
         ids = code if experts is None else experts
-        plan.launch(
-            plan.grid, x.contiguous(), packed, absmax, *nested, code, ids, expert or 0, y, plan.experts, m, n, k // 8
-        )
+        operands = (x.contiguous(), packed, absmax, *nested, code, ids, expert or 0, y)
+        plan.launch(plan.grid, *operands, plan.experts, m, n, k // 8)
     else:
         [w] = _dequantize(packed, absmax, code, *nested, experts, expert, shape, block_size, x.dtype)
         product(x.reshape(m, k), w.t(), out=y.view(m, n))  # out=: autocast leaves it alone

@@ -112,7 +112,6 @@ class SparseFFN(torch.nn.Module):
         cls,
         block: torch.nn.Module,
         *,
-        activation: str | None = None,
         router: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> "SparseFFN":
         """Return the same network with its weights repacked once, a row a neuron: new tensors, none shared with ``block``.
@@ -124,8 +123,6 @@ class SparseFFN(torch.nn.Module):
             block: ``torch.nn.Sequential(Linear, activation, Linear)``, or a block with the attributes of transformers' GPT-2
                 (``c_fc``, ``c_proj``), Phi (``fc1``, ``fc2``) or Llama (``gate_proj``, ``up_proj``, ``down_proj``). Its
                 projections are ``torch.nn.Linear`` or transformers' ``Conv1D``. Dropout of its output is kept.
-            activation: its name, also where it is to be another one than the block's. ``None``: found by comparing the
-                block's own with each that there is.
             router: as in :class:`SparseFFN`.
 
         Raises:
@@ -133,9 +130,8 @@ class SparseFFN(torch.nn.Module):
             ValueError: its activation is none of those that there are, it computes something else beside, or it drops out
                 hidden values.
         """
-        named, parts = activation, _parts(block)
-        new_activation = _name_of(parts[3]) if named is None else named
-        up, gate, down, _ = parts
+        up, gate, down, act = _parts(block)
+        activation = _name_of(act)
         w_up, b_up = _in_rows(up)
         w_gate, b_gate = (None, None) if gate is None else _in_rows(gate)
         w_down, b_down = _in_rows(down)
@@ -146,9 +142,9 @@ class SparseFFN(torch.nn.Module):
                 w_up.shape[0],
                 w_down.shape[0],
                 gated=gate is not None,
-                activation=new_activation,
+                activation=activation,
                 router=router,
-                dropout=_compare(block, new_activation, replace=named is not None),
+                dropout=_compare(block, activation),
                 device=w_up.device,
                 dtype=w_up.dtype,
             )
@@ -222,7 +218,7 @@ def _in_rows(layer: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]
 def _name_of(act: Any) -> str:
     """Return which of ours ``act`` computes, by its values: libraries have many classes for the same function."""
     if not callable(act):
-        raise ValueError("SparseFFN.from_dense: block has no activation that can be called; name it with activation=")
+        raise ValueError("SparseFFN.from_dense: block has no activation that can be called")
     z = torch.cat([torch.linspace(-6, 6, 97, dtype=torch.float64), torch.tensor(_REACHES), -torch.tensor(_REACHES)])
     with torch.no_grad():
         values = act(z.clone())
@@ -234,34 +230,15 @@ def _name_of(act: Any) -> str:
     )
 
 
-class _Activation(torch.nn.Module):
-    """One of ours by its name."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.name = name
-
-    def forward(self, z: torch.Tensor) -> torch.Tensor:
-        return activation_reference(z, self.name)
-
-
 @torch.no_grad()
-def _compare(block: torch.nn.Module, activation: str, *, replace: bool) -> float:
-    """Raise unless ``block`` is the network that its parts make; returns how much of its output it drops in training.
-
-    ``replace``: it is compared with ``activation`` in the place of its own.
-    """
+def _compare(block: torch.nn.Module, activation: str) -> float:
+    """Raise unless ``block`` is the network that its parts make; returns how much of its output it drops in training."""
     op = "SparseFFN.from_dense"
     twin = copy.deepcopy(block)
     if any(parameter.is_meta for parameter in twin.parameters()):
         twin = twin.to_empty(device="cpu")
     twin = twin.double().train()
-    act = _parts(twin)[3]
-    if replace and act is not None:
-        for name, child in [*twin.named_children(), *((name, getattr(twin, name, None)) for name in _ACTS)]:
-            if child is act:
-                setattr(twin, name, _Activation(activation))
-    up, gate, down, _ = _parts(twin)
+    up, gate, down, act = _parts(twin)
     parts = [(part, *_in_rows(part)) for part in (up, gate, down) if part is not None]
     for parameter in twin.parameters():  # those of a new model may be zeros, and hide what it does
         parameter.uniform_(-1, 1)
@@ -297,7 +274,7 @@ def _compare(block: torch.nn.Module, activation: str, *, replace: bool) -> float
         others = [
             f"{name} ({type(module).__name__})"
             for name, module in twin.named_modules()
-            if name and id(module) not in used and module not in dropouts and not isinstance(module, _Activation)
+            if name and id(module) not in used and module not in dropouts
         ]
         beside = f"it has {', '.join(others)} beside them" if others else "look at its forward(), also in training mode"
         raise ValueError(

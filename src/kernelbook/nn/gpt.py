@@ -76,17 +76,13 @@ class GPTConfig:
             raise ValueError(
                 f"GPTConfig: chunk_size must be at least 16 and divide the width ({self.width}), got {self.chunk_size}"
             )
-        if self.attention not in ATTENTION:
-            raise ValueError(f"GPTConfig: attention must be one of 'kernelbook', 'torch', got {self.attention!r}")
-        if self.activation not in ACTIVATIONS:
-            raise ValueError(f"GPTConfig: activation must be one of 'gelu', 'relu', got {self.activation!r}")
+        for name, choices in (("attention", ATTENTION), ("activation", ACTIVATIONS), ("sparse_layers", ("mlp", "all"))):
+            arguments.check_choice("GPTConfig", name, getattr(self, name), tuple(choices))
         if self.attention == "kernelbook" and self.width // self.heads > MAX_HEAD_SIZE:
             raise ValueError(
                 f"GPTConfig: heads must be at least {-(-self.width // MAX_HEAD_SIZE)} for a width of {self.width} (a head has "
                 f"at most {MAX_HEAD_SIZE} features, or take attention='torch'), got {self.heads}"
             )
-        if self.sparse_layers not in ("mlp", "all"):
-            raise ValueError(f"GPTConfig: sparse_layers must be one of 'mlp', 'all', got {self.sparse_layers!r}")
 
 
 class _Block(nn.Module):

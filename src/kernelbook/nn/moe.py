@@ -14,15 +14,7 @@ from kernelbook.nn.experts import (
     gated_experts,
     load_balancing_loss,
 )
-from kernelbook.nn.parameters import (
-    NF4Parametrization,
-    _parametrized,  # noqa: F401 - what was pickled when it stood here
-    _Stack,  # noqa: F401
-    quantizable,
-    quantize_parameter,
-    store_parameter,
-    stored_weight,
-)
+from kernelbook.nn.parameters import NF4Parametrization, quantizable, quantize_parameter, store_parameter, stored_weight
 from kernelbook.tensors import reshaped
 
 __all__ = [

@@ -30,6 +30,8 @@ class NF4Parametrization(torch.nn.Module):
 
     PARTS = ("absmax", "code", "nested_absmax", "nested_code", "nested_offset")
     transposed = False  # also of what was pickled before
+    host: Any = None  # who copies it to the device where it is offloaded (nn/offload.py), and its layer's number there
+    layer = 0
 
     def __init__(self, q: NF4Tensor, *, transposed: bool = False) -> None:
         super().__init__()
@@ -56,12 +58,15 @@ class NF4Parametrization(torch.nn.Module):
     def forward(self, packed: torch.Tensor) -> torch.Tensor:
         """packed (ceil(n / 2),) -> the dense tensor."""
         dtype = self.dtype if self.dtype in (torch.float32, torch.float16, torch.bfloat16) else torch.float32
-        dense = nf4_dequantize(self.tensor(packed), dtype=dtype).to(self.dtype)
+        q = self.tensor(packed) if self.host is None else self.tensor(packed).to(self.host.device)
+        dense = nf4_dequantize(q, dtype=dtype).to(self.dtype)
         return dense.transpose(1, 2) if self.transposed else dense
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "NF4Parametrization":
         where: Any = self.code.device
         self.dtype = fn(torch.empty(1, dtype=self.dtype, device=where)).dtype
+        if self.host is not None:
+            return self
 
         def keep_dtype(t: torch.Tensor) -> torch.Tensor:
             # Conversions change floating-point tensors only; as integers these pass unchanged.
@@ -77,6 +82,13 @@ class NF4Parametrization(torch.nn.Module):
 
 class _Stack(parametrize.ParametrizationList):
     """A 4-bit weight's parametrizations: :class:`NF4Parametrization`, and what others put on it for a while."""
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "_Stack":
+        if self[0].host is None:
+            return super()._apply(fn, recurse)
+        for parametrization in self:  # the packed bytes stay on the host
+            parametrization._apply(fn)
+        return self
 
     def append(self, module: torch.nn.Module) -> "_Stack":
         # PEFT 0.21 puts a LoRA pair on a weight as one class and, where the weight has parametrizations of its own, takes
@@ -154,6 +166,14 @@ def _parametrized(kind: type[torch.nn.Module], names: tuple[str, ...]) -> torch.
         parametrize._inject_property(module, name)
     _reduces(type(module))
     return module
+
+
+def packed_parameter(module: torch.nn.Module, name: str) -> Any:
+    """Return the parametrizations of the 4-bit ``module.name``; raise a ``TypeError`` where it is dense or adapters are on it."""
+    found: Any = module.parametrizations[name] if parametrize.is_parametrized(module, name) else ()  # type: ignore[index]
+    if len(found) != 1 or not isinstance(found[0], NF4Parametrization):
+        raise TypeError(f"packed_parameter: {type(module).__name__}.{name} must be a 4-bit parameter, and it is not")
+    return found
 
 
 def is_stored_transposed(module: torch.nn.Module, name: str) -> bool:

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from kernelbook import runtime  # before Triton, which it sets up
 from kernelbook.attention import flash_attention
 from kernelbook.linear import linear
+from kernelbook.nn.made_again import MadeAgain
 from kernelbook.tensors import has_values
 
 __all__ = [
@@ -69,28 +70,18 @@ class _OwnProducts(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _WithLinear(torch.nn.Module):
+class _WithLinear(MadeAgain):
     """The forward pass of a class that multiplies by a weight of its own, such as a router's."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with runtime.same_bits(), _OwnProducts():
             return super().forward(*args, **kwargs)  # type: ignore[misc]
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle finds classes by their names, which this one does not have: it is made again."""
-        reduced: Any = super().__reduce_ex__(protocol)
-        return _new, (type(self).__bases__[1],), *reduced[2:]
-
 
 @functools.cache
 def with_linear(kind: Any) -> type[torch.nn.Module]:
     """Return the class with its products by :func:`linear`."""
-    return type(kind.__name__, (_WithLinear, kind), {"__module__": __name__})
-
-
-def _new(kind: Any) -> torch.nn.Module:
-    made = with_linear(kind)
-    return made.__new__(made)
+    return type(kind.__name__, (_WithLinear, kind), {"__module__": __name__, "make": with_linear})
 
 
 # --- attention of padded and packed batches --------------------------------------------------------------------------
@@ -192,38 +183,30 @@ def _read(mask: torch.Tensor, window: int | None, anew: torch.Tensor | None) -> 
     first, count = mask.to(torch.uint8).argmax(2), mask.sum(2)
     is_token = mask.gather(2, own.expand(batch, n)[..., None])[..., 0]
     anew = torch.zeros_like(is_token) if anew is None else anew
-    table = torch.stack((first, count, is_token.long(), anew.long())).tolist()
-    found: list[tuple[int, int, int, int]] = []  # batch, first query, queries, first key
-    for b, (firsts, counts, tokens, new) in enumerate(zip(*table, strict=True)):
-        begin = None
-        for i in range(n):
-            begins = tokens[i] and (begin is None or counts[i] == 1)
-            if new[i] and tokens[i] and not begins:
-                raise ValueError(PACKED.format(f"a new sequence at query {i} of batch {b}"))
-            if begins or not tokens[i]:
-                if begin is not None:
-                    found.append((b, begin, i - begin, firsts[begin]))
-                begin = i if tokens[i] else None
-            if begin is not None and s - n and window is not None and begin == i and counts[i] >= window:
-                raise ValueError(
-                    "attention_mask: within same_bits() keys before a window must be known, got their mask only"
-                )
-            if tokens[i]:
-                place = s - n + i
-                low = firsts[begin] if window is None else max(firsts[begin], place - window + 1)  # type: ignore[index]
-                if firsts[i] != low or counts[i] != place - low + 1:
-                    raise ValueError(
-                        f"attention_mask: within same_bits() it must be causal within sequences that lie together, got "
-                        f"one whose query {i} of sequence {b} sees {counts[i]} keys from {firsts[i]} on"
-                    )
-        if begin is not None:
-            found.append((b, begin, n - begin, firsts[begin]))
-    return _placed(found, batch, n, s, window, mask.device)
+    first, count, is_token, anew = torch.stack((first, count, is_token.long(), anew.long())).cpu()  # the wait
+    tokens, index = is_token.bool(), torch.arange(n)
+    begins = tokens & ((count == 1) | ~F.pad(tokens[:, :-1], (1, 0)))
+    for b, i in (anew.bool() & tokens & ~begins).nonzero().tolist():
+        raise ValueError(PACKED.format(f"a new sequence at query {i} of batch {b}"))
+    if s > n and window is not None and bool((begins & (count >= window)).any()):
+        raise ValueError("attention_mask: within same_bits() keys before a window must be known, got their mask only")
+    low = first.gather(1, torch.where(begins, index, 0).cummax(1).values)  # of the token's sequence
+    place = s - n + index
+    low = low if window is None else torch.maximum(low, place - window + 1)
+    for b, i in (tokens & ((first != low) | (count != place - low + 1))).nonzero().tolist():
+        raise ValueError(
+            f"attention_mask: within same_bits() it must be causal within sequences that lie together, got "
+            f"one whose query {i} of sequence {b} sees {count[b, i]} keys from {first[b, i]} on"
+        )
+    queries = (begins.flatten().cumsum(0) - 1)[tokens.flatten()].bincount(minlength=int(begins.sum()))
+    parts = zip(begins.nonzero().tolist(), queries.tolist(), first[begins].tolist(), strict=True)
+    return _placed([(b, begin, many, key) for (b, begin), many, key in parts], batch, n, s, window, mask.device)
 
 
 def _placed(
     found: list[tuple[int, int, int, int]], batch: int, n: int, s: int, window: int | None, device: torch.device
 ) -> Sequences:
+    """``found``: of each sequence its row of the batch, first query, number of queries, and first key."""
     whole = all(begin + s - n == key for _, begin, _, key in found)  # from the first token of each on
     most = max((queries for _, _, queries, _ in found), default=1)
     spans = [s - n + begin + queries - key for _, begin, queries, key in found]

@@ -129,7 +129,7 @@ class Swap:
         setattr(owner, name, value)
 
 
-def _norm_problem(norm: nn.LayerNorm | nn.RMSNorm) -> str | None:
+def _norm_problem(norm: nn.RMSNorm) -> str | None:
     shape = tuple(norm.normalized_shape)
     return None if len(shape) == 1 else f"its normalized_shape {shape} has more than one dimension"
 
@@ -173,7 +173,7 @@ def swap(
 
     Args:
         model: any module; on a GPU when it is called, or under the interpreter.
-        layer_norm: ``torch.nn.LayerNorm`` over one dimension becomes :class:`kernelbook.nn.LayerNorm`.
+        layer_norm: ``torch.nn.LayerNorm`` becomes :class:`kernelbook.nn.LayerNorm`.
         rms_norm: ``torch.nn.RMSNorm`` over one dimension becomes :class:`kernelbook.nn.RMSNorm`, and those of transformers'
             models run on :func:`kernelbook.rms_norm`.
         attention: ``torch.nn.MultiheadAttention`` runs :func:`kernelbook.flash_attention` where a call needs no weights, no
@@ -216,7 +216,7 @@ def swap(
 def _swap(done: Swap, layer_norm: bool, rms_norm: bool, attention: bool) -> None:
     model = done.model
     kinds: list[tuple[bool, type[nn.Module], type[nn.Module], Any]] = [
-        (layer_norm, nn.LayerNorm, LayerNorm, _norm_problem),
+        (layer_norm, nn.LayerNorm, LayerNorm, lambda _: None),
         (rms_norm, nn.RMSNorm, RMSNorm, _norm_problem),
         (attention, nn.MultiheadAttention, MultiheadAttention, _attention_problem),
     ]

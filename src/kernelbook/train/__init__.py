@@ -13,8 +13,8 @@ from kernelbook.train.loop import CONFIGS, TrainConfig, Trainer, make_data
 from kernelbook.train.optimizer import ChunkAdamW
 from kernelbook.train.schedulers import SCHEDULERS, Scheduler, make_scheduler, weight_features
 from kernelbook.train.step import CapturedStep
-from kernelbook.train.synthetic import CopyData, PlantedTeacher, Score, score_chunks, score_scheduler
-from kernelbook.train.text import Corpus, TextData, book_encoding, get_encoding, train_ranks
+from kernelbook.train.synthetic import CopyData, PlantedTeacher, score_chunks, score_scheduler
+from kernelbook.train.text import Corpus, TextData, book_encoding
 
 __all__ = [
     "CONFIGS",
@@ -26,14 +26,12 @@ __all__ = [
     "Layout",
     "PlantedTeacher",
     "Scheduler",
-    "Score",
     "TextData",
     "TrainConfig",
     "Trainer",
     "book_encoding",
     "chunk_norms",
     "chunk_norms_reference",
-    "get_encoding",
     "knn_scores",
     "knn_scores_reference",
     "make_data",
@@ -42,6 +40,5 @@ __all__ = [
     "score_scheduler",
     "top_chunks",
     "top_chunks_reference",
-    "train_ranks",
     "weight_features",
 ]

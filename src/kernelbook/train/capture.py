@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from kernelbook import runtime
+from kernelbook.nn.offload import join_copies
 
 __all__ = [
     "Captured",
@@ -59,6 +60,7 @@ def _capture(call: Callable[[], Any], stream: torch.cuda.Stream, pool: Any) -> t
         ):
             try:
                 out = call()
+                join_copies()
             except Exception as error:  # where that breaks the capture its end raises another one
                 first = error
                 raise
@@ -196,18 +198,6 @@ def _why_not(device: torch.device) -> str | None:
     return None if device.type == "cuda" else f"the model is on the {device.type}"
 
 
-def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-
-
-def _stream() -> Any:
-    return torch.cuda.Stream()
-
-
-def _pool() -> Any:
-    return torch.cuda.graph_pool_handle()
-
-
 def _drawn() -> int:
     """Return how far the generator of the current device is."""
     return int(torch.cuda.default_generators[torch.cuda.current_device()].get_offset())
@@ -219,6 +209,14 @@ def _host_generators() -> dict[str, Any]:
     if "numpy.random" in sys.modules:
         found["numpy.random"] = pickle.dumps(sys.modules["numpy.random"].get_state(legacy=False))
     return found
+
+
+def keep(kept: dict[Any, Any], key: Hashable, value: Any) -> None:
+    """Put ``value`` last; of more than :data:`MAX_KINDS` the one that was not used for longest is dropped."""
+    kept.pop(key, None)
+    kept[key] = value
+    if len(kept) > MAX_KINDS:
+        del kept[next(iter(kept))]
 
 
 @dataclasses.dataclass
@@ -233,9 +231,8 @@ class _Kind:
 class CapturedCalls:
     """Calls by key. Each runs as it is a few times, is captured then, and replayed from there on.
 
-    All graphs share a memory pool, so that several take little more than the largest; of more than :data:`MAX_KINDS` the one that
-    was not replayed for longest is dropped. Where a call cannot be captured, this and all new ones run as they are, and a
-    warning names the line.
+    All graphs share a memory pool, so that several take little more than the largest; see :func:`keep` for how many there are.
+    Where a call cannot be captured, this and all new ones run as they are, and a warning names the line.
 
     Args:
         op: whose warning it is.
@@ -260,11 +257,11 @@ class CapturedCalls:
         self._kinds: dict[Hashable, _Kind] = {}
         self._stream: Any = None
         why = _why_not(self.device)
-        if capture and why is not None:
+        if why is not None:
             self.go_on_eagerly(why)
         if self._why is None:
-            with _on(self.device):
-                self._stream = _stream()
+            with self._on_device():
+                self._stream = torch.cuda.Stream()
         self.forget()
 
     def __len__(self) -> int:
@@ -278,51 +275,42 @@ class CapturedCalls:
     @property
     def captures(self) -> bool:
         """Return whether there are graphs, or will be."""
-        return self._why is None or any(kind.captured is not None for kind in self._kinds.values())
+        return self._why is None or len(self) > 0
 
     def forget(self) -> None:
         """Drop all graphs: what they read is elsewhere now."""
         self._kinds.clear()
-        self._pool = None if self._stream is None else _pool()
+        self._pool = None if self._stream is None else torch.cuda.graph_pool_handle()
         self._generations = _generations
+
+    def _on_device(self) -> contextlib.AbstractContextManager[object]:
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
 
     def __call__(self, key: Hashable, call: Callable[[], Any]) -> Any:
         """Return what ``call`` returns. From a graph: tensors that its next replay overwrites."""
         if not self.captures:
             return call()
-        with _on(self.device):
-            return self._called(key, call)
-
-    def _called(self, key: Hashable, call: Callable[[], Any]) -> Any:
         if self._generations != _generations:
             self.forget()
-        kind = self._kinds.pop(key, None)
-        if kind is not None and kind.captured is not None:
-            self._kinds[key] = kind  # the last to be dropped
-            self._row = 0
+        kind = self._kinds.get(key)
+        if self._why is not None and (kind is None or kind.captured is None):
+            return call()
+        self._row = self._row + 1 if kind is None else 0
+        if kind is None:
+            self._say_what_changes(key)
+            kind = _Kind()
+        keep(self._kinds, key, kind)
+        with self._on_device():
+            if kind.captured is None and kind.runs < self.warm:
+                kind.runs += 1
+                return self._warmed(kind, call)
+            if kind.captured is None and (why := self._capture_as(kind, call)) is not None:
+                out = _run_on(self._stream, call)  # an error of the call's own is raised here
+                self.go_on_eagerly(why)
+                return out
+            assert kind.captured is not None
             kind.captured[0].replay()
             return kind.captured[1]
-        if self._why is not None:
-            return call()
-        if kind is None:
-            kind = _Kind()
-            self._count_new(key)
-        else:
-            self._row = 0
-        self._kinds[key] = kind
-        if len(self._kinds) > MAX_KINDS:
-            del self._kinds[next(iter(self._kinds))]
-        if kind.runs < self.warm:
-            kind.runs += 1
-            return self._warmed(kind, call)
-        why = self._capture_as(kind, call)
-        if why is not None:
-            out = _run_on(self._stream, call)  # an error of the call's own is raised here
-            self.go_on_eagerly(why)
-            return out
-        assert kind.captured is not None
-        kind.captured[0].replay()
-        return kind.captured[1]
 
     def _warmed(self, kind: _Kind, call: Callable[[], Any]) -> Any:
         """Run the call as it is, and look at what it draws of random numbers."""
@@ -348,9 +336,8 @@ class CapturedCalls:
             self.capturing = False
         return None
 
-    def _count_new(self, key: Hashable) -> None:
-        """Say once what changes, where each call is of another kind."""
-        self._row += 1
+    def _say_what_changes(self, key: Hashable) -> None:
+        """Say it once, where each call is of another kind."""
         if self._row == self.patience and not self._why_row:
             changes = min((list(_changes(other, key)) for other in self._kinds), key=len, default=[])
             named = ", ".join(dict.fromkeys(changes)) or "the key"
@@ -361,15 +348,26 @@ class CapturedCalls:
             self._warn(self._why_row)
 
     def go_on_eagerly(self, why: str) -> None:
-        """Capture nothing from here on, and warn why, in words."""
-        self._why = why
-        self._warn(why)
+        """Capture nothing from here on, and warn why, in words; what was said first stays."""
+        if self._why is None:
+            self._why = why
+            self._warn(why)
 
     def _warn(self, why: str) -> None:
         frame, level = sys._getframe(1), 2
         while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
             frame, level = frame.f_back, level + 1
         warnings.warn(f"{self.op}: goes on without a CUDA graph: {why}", stacklevel=level)
+
+
+@dataclasses.dataclass(eq=False)
+class _State:
+    values: tuple[Hashable, ...]
+    others: tuple[Hashable, ...]
+    names: list[str]
+
+    def named(self) -> tuple[tuple[str, Hashable], ...]:
+        return tuple(zip(self.names, (*self.values, *self.others), strict=True))
 
 
 class Fingerprint:
@@ -384,19 +382,20 @@ class Fingerprint:
         given = tuple(value for _, value in others)
         if self._guard is not None and self._guard(model) and self._states[0].others == given:
             return self._states[0]
-        self._guard = None
         values = state_of(model)
         for i, state in enumerate(self._states):
             if state.values == values and state.others == given:
-                self._states.insert(0, self._states.pop(i))
-                if i == 0:
-                    self._guard = StateGuard(model)
-                return state
-        names: list[str] = []
-        state_of(model, names)
-        self._states.insert(0, _State(values, given, [*names, *(name for name, _ in others)]))
+                self._guard = StateGuard(model) if i == 0 else None  # worth its while where it comes twice in a row
+                break
+        else:
+            names: list[str] = []
+            state_of(model, names)
+            i, state = 0, _State(values, given, [*names, *(name for name, _ in others)])
+            self._states.insert(0, state)
+            self._guard = None
+        self._states.insert(0, self._states.pop(i))
         del self._states[MAX_KINDS:]
-        return self._states[0]
+        return state
 
 
 class StateGuard:
@@ -451,14 +450,6 @@ class StateGuard:
             and all(map(operator.is_, self._objects_now(), self._objects))
             and list(map(_place_of, self._tensors)) == self._places
         )
-
-
-class _State:
-    def __init__(self, values: tuple[Hashable, ...], others: tuple[Hashable, ...], names: list[str]) -> None:
-        self.values, self.others, self.names = values, others, names
-
-    def named(self) -> tuple[tuple[str, Hashable], ...]:
-        return tuple(zip(self.names, (*self.values, *self.others), strict=True))
 
 
 def _changes(old: Any, new: Any, name: str = "") -> Iterator[str]:
@@ -582,15 +573,9 @@ def moved(value: Any, device: torch.device) -> Any:
 
 
 class FixedInputs:
-    """The tensors of a batch at addresses that stay, one set for each kind of batch; of more than :data:`MAX_KINDS` the one that
-    was not used for longest is dropped.
+    """The tensors of a batch at addresses that stay, one set for each kind of batch; see :func:`keep` for how many there are."""
 
-    Args:
-        op: whose errors they are.
-    """
-
-    def __init__(self, op: str) -> None:
-        self._op = op
+    def __init__(self) -> None:
         self._sets: dict[Hashable, tuple[int, dict[Path, torch.Tensor]]] = {}
         self._made = 0
 
@@ -599,24 +584,16 @@ class FixedInputs:
     ) -> tuple[Hashable, tuple[Any, ...], dict[str, Any]]:
         """Return what kind of batch it is, and its arguments with tensors on ``device`` that every such batch is copied into.
 
-        Tensors may stand in dictionaries, lists, tuples and named tuples.
-
-        Raises:
-            TypeError: a value is neither a tensor nor hashable.
+        Tensors may stand in dictionaries, lists, tuples and named tuples. Every other value is hashable.
         """
         given = (tuple(args), dict(kwargs))
         tensors = {path: value for path, value in _leaves(given) if isinstance(value, torch.Tensor)}
         kind = ("batch", (_kind_of(given[0]), _kind_of(given[1])))
-        try:
-            number, own = self._sets.pop(kind, (0, None))
-        except TypeError as error:
-            raise TypeError(f"{self._op}: the batch must be of tensors and of plain values: {error}") from None
-        if own is None:
+        if kind not in self._sets:
             self._made += 1
-            number, own = self._made, {path: torch.empty_like(t, device=device) for path, t in tensors.items()}
-        self._sets[kind] = number, own
-        if len(self._sets) > MAX_KINDS:
-            del self._sets[next(iter(self._sets))]
+            self._sets[kind] = self._made, {path: torch.empty_like(t, device=device) for path, t in tensors.items()}
+        number, own = self._sets[kind]
+        keep(self._sets, kind, (number, own))
         for path, t in tensors.items():
             # Its owner may fill pinned memory anew as soon as we return; of other memory CUDA takes a copy by itself.
             source = t.detach().clone() if t.is_pinned() else t.detach()

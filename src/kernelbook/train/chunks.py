@@ -27,6 +27,8 @@ __all__ = [
     "top_chunks_reference",
 ]
 
+EPS = 1e-6  # of a neighbour's weight
+
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
@@ -157,19 +159,18 @@ def knn_scores(
     longest: int,
     window: int,
     k: int = 4,
-    eps: float = 1e-6,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the norm of each chunk: as observed if that was lately, else as its nearest neighbours among those that were.
 
     The prediction is the mean of the ``k`` nearest lately observed chunks of the same layer, weighted by
-    ``1 / (squared distance + eps)``. Without any it is what was observed longer ago; infinite for what never was.
+    ``1 / (squared distance + 1e-6)``. Without any it is what was observed longer ago; infinite for what never was.
 
     Args:
         features: (R, N) float32, a column for each chunk. norms: (N,) float32 as observed last.
         seen: (N,) int32, the step of that; negative for never. step: (1,) int32, now.
         starts: (L + 1,) int32 as of :meth:`Layout.starts`. longest: chunks of the largest layer, at most 4,096.
-        window: how many steps ago counts as lately. out: (N,) float32 to write to.
+        window: how many steps ago counts as lately. out: (N,) float32 to write to, contiguous.
 
     Returns:
         (N,) float32.
@@ -186,13 +187,11 @@ def knn_scores(
         raise ValueError(f"{op}: longest must lie in [1, 4096], got {longest}")
     if k < 1:
         raise ValueError(f"{op}: k must be at least 1, got {k}")
-    if out is not None and (out.shape != (n,) or out.dtype != torch.float32 or not out.is_contiguous()):
-        raise ValueError(f"{op}: out must be contiguous float32 of shape ({n},), got {out.dtype} {tuple(out.shape)}")
     scores = torch.empty(n, device=norms.device, dtype=torch.float32) if out is None else out
     block_c = max(16, triton.next_power_of_2(longest))
     block_q = max(1, min(16, kernels.KNN_TILE // block_c))
     launch = launcher(
-        kernels._knn_scores_kernel, K=k, EPS=eps, BLOCK_Q=block_q, BLOCK_C=block_c, num_warps=4, repeatable=True
+        kernels._knn_scores_kernel, K=k, EPS=EPS, BLOCK_Q=block_q, BLOCK_C=block_c, num_warps=4, repeatable=True
     )
     launch(
         (cdiv(longest, block_q), starts.shape[0] - 1),
@@ -212,7 +211,6 @@ def knn_scores_reference(
     *,
     window: int,
     k: int = 4,
-    eps: float = 1e-6,
 ) -> torch.Tensor:
     """:func:`knn_scores` in plain PyTorch, one chunk after the other."""
     scores = norms.clone()
@@ -228,7 +226,7 @@ def knn_scores_reference(
                 continue
             distance = (features[:, others] - features[:, q, None]).square().sum(0)
             near = distance.sort(stable=True).indices[:k]
-            weight = 1 / (distance[near] + eps)
+            weight = 1 / (distance[near] + EPS)
             scores[q] = (weight * norms[others[near]]).sum() / weight.sum()
     return scores
 
@@ -264,15 +262,12 @@ def top_chunks(
     """
     op = "top_chunks"
     arguments.check_indices(op, "ids", ids)
-    n = int(scores.shape[0]) if scores is not None else (chosen.shape[0] if chosen is not None else -1)
-    if n < 0:
-        raise ValueError(f"{op}: chosen must be given where scores are not, got None")
     if scores is not None:
         arguments.check_tensor(op, "scores", scores, dtypes=(torch.float32,))
     if chosen is None:
-        chosen = torch.empty(n, dtype=torch.int32, device=ids.device)
-    if taken is chosen:
-        raise ValueError(f"{op}: chosen must be another tensor than taken, got the same")
+        if scores is None:
+            raise ValueError(f"{op}: chosen must be given where scores are not, got None")
+        chosen = torch.empty_like(scores, dtype=torch.int32)
     block = kernels.TOP_BLOCK
     launch = launcher(
         kernels._top_chunks_kernel, RANDOM=scores is None, HAS_TAKEN=taken is not None, BLOCK=block, num_warps=4
@@ -283,7 +278,7 @@ def top_chunks(
         taken if taken is not None else chosen,
         chosen, ids, starts, slots, counts,
         step if step is not None else starts,
-        seed, n, longest,
+        seed, chosen.shape[0], longest,
     )  # fmt: skip
     torch.autograd.graph.increment_version((ids, chosen))
     return chosen

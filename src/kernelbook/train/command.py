@@ -3,8 +3,10 @@
 import argparse
 import contextlib
 import dataclasses
+import inspect
 import io
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,50 +19,15 @@ from kernelbook.train.loop import CHOICES, CONFIGS, TrainConfig, Trainer
 
 __all__ = ["add_arguments", "train"]
 
-_TYPES = {"int": int, "float": float, "str": str, "float | None": float}
-# Set by options of their own.
+# Set by an option of its own.
 _NOT_AN_OPTION = {"corpus"}
-_HELP = {
-    "width": "features of a token",
-    "depth": "blocks",
-    "heads": "attention heads, which divide the width",
-    "context": "tokens in a sequence",
-    "chunk_size": "rows of a weight in a chunk, at least 16",
-    "sparse_layers": "which linear layers are sparse: all six of a block, or those of the MLP",
-    "attention": "whose attention",
-    "activation": "of the MLPs; with relu most hidden values become zero",
-    "task": "real text, or synthetic sequences to copy or to look up in",
-    "encoding": "'book', trained on the text, or a name that tiktoken has, such as gpt2",
-    "vocab_size": "tokens of the encoding 'book'",
-    "batch_size": "sequences in a step",
-    "steps": "steps in all",
-    "seed": "of weights, batches and schedulers",
-    "mode": "what the backward pass leaves out",
-    "sparse_dx": "in mode sparse_dw_dx: in all sparse layers, or in those that read the residual stream",
-    "scheduler": "who chooses the active chunks",
-    "active": "share of active chunks, in (0, 1]",
-    "explore": "share of the active chunks that ema_topk and knn draw at random",
-    "dense_steps": "dense steps before the first sparse one",
-    "refresh_every": "steps after which knn sees the weights again",
-    "inactive": "rows without gradient: rest (skip), or go on by their moments and decay (decay)",
-    "sparse_lr": "in sparse steps, times the learning rate for sparse layers",
-    "lr": "largest learning rate",
-    "min_lr": "learning rate at the end",
-    "lr_warmup": "steps over which the learning rate rises",
-    "beta1": "of AdamW",
-    "beta2": "of AdamW",
-    "eps": "of AdamW",
-    "weight_decay": "of AdamW; vectors and embeddings do not decay",
-    "clip": "largest norm of the gradient",
-    "dtype": "of products and activations; bfloat16 by autocast",
-    "log_every": "steps between readings of the losses, each of which waits for the device",
-    "eval_every": "steps between evaluations; 0: only at the end",
-    "eval_batches": "batches of an evaluation",
-    "checkpoint_every": "steps between checkpoints; 0: only at the end",
-    "probe_every": "steps between scores of the chosen chunks against the dense gradient; 0: never",
-    "cuda_graph": "capture the step in a CUDA graph (default: where there is a GPU)",
-    "deterministic": "repeat bit by bit on a GPU, at a price (CUBLAS_WORKSPACE_CONFIG=:4096:8 may have to be set)",
-}
+
+
+def _settings_told() -> dict[str, str]:
+    """Return what :class:`TrainConfig` says of each of its fields."""
+    told = (inspect.getdoc(TrainConfig) or "").partition("Attributes:\n")[2]
+    found = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", told, re.MULTILINE)
+    return {name: re.sub(r"\s+", " ", re.sub(r":\w+:`(.*?)`", r"\1", about)).rstrip(".") for name, about in found}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,17 +51,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     group = parser.add_argument_group("settings", "what --config says, changed (see kernelbook.train.TrainConfig)")
+    told = _settings_told()
     for field in dataclasses.fields(TrainConfig):
         if field.name in _NOT_AN_OPTION:
             continue
-        option, about = "--" + field.name.replace("_", "-"), _HELP[field.name]
-        if field.type in (bool, "bool"):
-            group.add_argument(option, action=argparse.BooleanOptionalAction, default=None, help=about)
-            continue
-        kind = field.type if isinstance(field.type, type) else _TYPES[str(field.type)]
-        choices = CHOICES.get(field.name)
-        metavar = None if choices else {int: "N", float: "X", str: "NAME"}[kind]  # type: ignore[index]
-        group.add_argument(option, type=kind, default=None, choices=choices, metavar=metavar, help=about)
+        option, how = "--" + field.name.replace("_", "-"), dict[str, Any](default=None, help=told[field.name])
+        if field.type is bool:
+            group.add_argument(option, action=argparse.BooleanOptionalAction, **how)
+        elif field.name in CHOICES:
+            group.add_argument(option, choices=CHOICES[field.name], **how)
+        else:
+            group.add_argument(option, type=field.type, metavar="N" if field.type is int else "X", **how)  # type: ignore[arg-type]
 
 
 def _settings(given: argparse.Namespace) -> TrainConfig:
@@ -125,28 +92,11 @@ def _settings(given: argparse.Namespace) -> TrainConfig:
 
 def train(given: argparse.Namespace) -> int:
     """Train once; return 1 if the run did not end well, 2 if its settings or its folder are not in order, 130 if it was interrupted."""
-    if given.parallel is None:
-        return _train(given)
-    from kernelbook.train import parallel  # the many modules of PyTorch's engine, only where it is asked for
-
     try:
         return _train(given)
     finally:
-        parallel.end()
-
-
-def _trainer(given: argparse.Namespace) -> Trainer:
-    how: dict[str, Any] = {"out": given.out, "resume": given.resume, "progress": not given.quiet}
-    if given.parallel is None:
-        if dist.is_torchelastic_launched():
-            raise ValueError(
-                "--parallel must be ddp or fsdp under torchrun, whose processes would each make this run, in one folder"
-            )
-        return Trainer(_settings(given), **how)
-    from kernelbook.train import parallel
-
-    parallel.start()
-    return parallel.ParallelTrainer(_settings(given), given.parallel, **how)
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def _train(given: argparse.Namespace) -> int:
@@ -157,10 +107,23 @@ def _train(given: argparse.Namespace) -> int:
             raise
         print(f"train: {error or type(error).__name__}", file=sys.stderr)
         return 2
-    if trainer.rank != 0:  # the first rank speaks for all
-        with contextlib.redirect_stdout(io.StringIO()):
-            return _run(trainer, given)
-    return _run(trainer, given)
+    quiet = io.StringIO() if trainer.rank else sys.stdout  # the first rank speaks for all
+    with contextlib.redirect_stdout(quiet):
+        return _run(trainer, given)
+
+
+def _trainer(given: argparse.Namespace) -> Trainer:
+    how: dict[str, Any] = {"out": given.out, "resume": given.resume, "progress": not given.quiet}
+    if given.parallel is None:
+        if dist.is_torchelastic_launched():
+            raise ValueError(
+                "--parallel must be ddp or fsdp under torchrun, whose processes would each make this run, in one folder"
+            )
+        return Trainer(_settings(given), **how)
+    from kernelbook.train import parallel  # the many modules of PyTorch's engine, only where it is asked for
+
+    parallel.start()
+    return parallel.ParallelTrainer(_settings(given), given.parallel, **how)
 
 
 def _run(trainer: Trainer, given: argparse.Namespace) -> int:
@@ -190,15 +153,8 @@ def _run(trainer: Trainer, given: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 1
-    except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError) or "not enough memory" in str(error):
-            print(
-                f"train: --batch-size, --context or --width must be smaller for this machine; {error}", file=sys.stderr
-            )
-            return 2
-        if "CUBLAS_WORKSPACE_CONFIG" not in str(error):
-            raise
-        print(f"train: --deterministic must come with CUBLAS_WORKSPACE_CONFIG=:4096:8 set; {error}", file=sys.stderr)
+    except torch.OutOfMemoryError as error:
+        print(f"train: --batch-size, --context or --width must be smaller for this machine; {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"\ntrain: interrupted; --resume --out {given.out} goes on from the last checkpoint", file=sys.stderr)

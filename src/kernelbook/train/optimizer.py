@@ -86,16 +86,8 @@ class ChunkAdamW(torch.optim.Optimizer):
         inactive: str = "skip",
         unique_rows: bool = False,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "chunk_size": chunk_size,
-            "inactive": inactive,
-            "unique_rows": unique_rows,
-        }
-        super().__init__(params, defaults)
+        how = dict[str, Any](chunk_size=chunk_size, inactive=inactive, unique_rows=unique_rows)
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **how})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As of any optimizer; the group is checked as the constructor's arguments are, and left out if it is refused."""
@@ -188,13 +180,9 @@ class ChunkAdamW(torch.optim.Optimizer):
         programs = active if sparse and not decay else chunks
         if programs == 0 or d == 0:
             return
-        lr = group["lr"]
-        lr = (
-            lr
-            if isinstance(lr, torch.Tensor)
-            else torch.full((1,), float(lr), dtype=torch.float32, device=param.device)
-        )
-        scale = torch.ones(1, dtype=torch.float32, device=param.device) if scale is None else scale
+        one = torch.ones(1, dtype=torch.float32, device=param.device)
+        lr = group["lr"] if isinstance(group["lr"], torch.Tensor) else one * group["lr"]
+        scale = one if scale is None else scale
         launch = _launch(chunk, sparse, decay)
         launch(
             (programs, -(-chunk * d // kernels.ADAMW_CONFIG.kwargs["BLOCK"])),

@@ -10,7 +10,6 @@ Checkpoints are PyTorch's distributed ones: a run goes on, exactly, on any numbe
 before.
 """
 
-import dataclasses
 import json
 import shutil
 from collections.abc import Iterable
@@ -21,15 +20,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from kernelbook import arguments, runtime
 from kernelbook.distributed.gradients import Reduction, reduce_active_rows
 from kernelbook.distributed.sharding import fully_shard
-from kernelbook.train.files import replacing
-from kernelbook.train.loop import Data, TrainConfig, Trainer, check_same_run, make_data
+from kernelbook.train.loop import Data, TrainConfig, Trainer, make_data
 
-__all__ = ["PARALLEL", "ParallelTrainer", "end", "start"]
+__all__ = ["PARALLEL", "ParallelTrainer", "start"]
 
 PARALLEL = ("ddp", "fsdp")
 
@@ -49,12 +48,6 @@ def start() -> None:
         dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
     else:
         dist.init_process_group("gloo")
-
-
-def end() -> None:
-    """Leave the ranks."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 class _Part:
@@ -110,17 +103,15 @@ class _ShardedChunkAdamW:
                 rows = chosen[chunk] > 0
             else:
                 state["counts"] += 1
-            shape = (-1, *[1] * (parameter.ndim - 1))
-            rows = rows.view(shape)
             grad = parameter.grad * scale  # type: ignore[operator]
             count = state["counts"][chunk].double().clamp_min(1)
-            correction1, correction2 = ((1 - beta**count).float().view(shape) for beta in (beta1, beta2))
+            correction1, correction2 = ((1 - beta**count).float()[:, None] for beta in (beta1, beta2))
             mean = beta1 * state["exp_avg"] + (1 - beta1) * grad
             square = beta2 * state["exp_avg_sq"] + (1 - beta2) * grad * grad
             update = (mean / correction1) / ((square / correction2).sqrt() + group["eps"])
             moved = parameter * (1 - lr * group["weight_decay"]) - lr * update
             for old, new in ((state["exp_avg"], mean), (state["exp_avg_sq"], square), (parameter, moved)):
-                old.copy_(torch.where(rows, new, old))
+                old.copy_(torch.where(rows[:, None], new, old))
 
 
 class ParallelTrainer(Trainer):
@@ -153,22 +144,13 @@ class ParallelTrainer(Trainer):
             )
         if config.cuda_graph:
             raise ValueError("ParallelTrainer: cuda_graph must be off, got True")
-        self._folder = None if out is None else Path(out)
-        if self._folder is not None and (self._folder / "checkpoint.pt").exists():
+        if out is not None and (Path(out) / "checkpoint.pt").exists():
             raise ValueError(f"ParallelTrainer: {out} holds a run on one GPU, which goes on without --parallel")
-        whole = make_data(config) if data is None else data
-        super().__init__(
-            config,
-            _Part(whole, self.rank, self.ranks),
-            out=self._folder if self.rank == 0 else None,
-            resume=resume,
-            progress=progress and self.rank == 0,
-        )
-        self._resume()
+        self.reduction: Reduction | None = None
+        part = _Part(make_data(config) if data is None else data, self.rank, self.ranks)
+        super().__init__(config, part, out=out, resume=resume, progress=progress and self.rank == 0)
 
     # --- what a run is made of ---
-
-    reduction: Reduction | None = None
 
     @property
     def reduced_bytes(self) -> int:
@@ -200,9 +182,9 @@ class ParallelTrainer(Trainer):
         self._rest = [self._own[before[id(p)]] for p in self._rest]
         sharded = _ShardedChunkAdamW(self._chunk_adam)
         for name, layer in self.layers.items():
-            for part, parameter in layer.named_parameters(recurse=False):
-                rows = -(-parameter.shape[0] // self.ranks)  # as torch.chunk cuts
-                sharded.add(self._own[f"{name}.{part}"], min(self.rank * rows, parameter.shape[0]), layer)
+            count = layer.weight.shape[0]
+            rows = -(-count // self.ranks)  # as torch.chunk cuts
+            sharded.add(self._own[f"{name}.weight"], min(self.rank * rows, count), layer)
         self._chunk_adam = sharded  # type: ignore[assignment]
 
     # --- a step ---
@@ -251,27 +233,17 @@ class ParallelTrainer(Trainer):
         dist.all_reduce(square)
         return (square + norms.square().sum()).sqrt()
 
-    def _biases(self) -> list[torch.Tensor | None]:
-        if self.parallel == "ddp":
-            return super()._biases()
-        return [self._own[f"{n}.bias"].grad for n, layer in self.layers.items() if layer.bias is not None]
-
     def _weights(self) -> list[torch.Tensor]:
-        if self.parallel == "ddp":
-            return super()._weights()
-        return [self._sharded[f"{name}.weight"].full_tensor() for name in self.layers]
+        return [w.full_tensor() if isinstance(w, DTensor) else w for w in super()._weights()]
 
     def evaluate(self) -> float:
         return float(self._mean(torch.tensor(super().evaluate(), dtype=torch.float64, device=runtime.DEVICE)))
 
     # --- checkpoints ---
 
-    def _checkpoint_path(self) -> Path | None:
-        return None if self.out is None else self.out / "latest"
-
     def _state(self) -> dict[str, Any]:
         """Return all that changes, of this rank: parts that say which parts they are, and copies. The same keys on every rank."""
-        state: dict[str, Any] = {"model": self.model.state_dict(), "scheduler": self.scheduler.state_dict()["tensors"]}
+        state: dict[str, Any] = {"model": self.model.state_dict(), "scheduler": self.scheduler.state_dict()}
         moments: dict[str, Any] = {}
         for name, parameter in self.model.named_parameters():
             own = parameter if self.parallel == "ddp" else self._own[name]
@@ -293,7 +265,7 @@ class ParallelTrainer(Trainer):
         """Return a tensor that is cut as ``parameter`` is, which shares ``value``'s memory."""
         if self.parallel == "ddp":
             return value
-        return dist.tensor.DTensor.from_local(
+        return DTensor.from_local(
             value,
             parameter.device_mesh,
             parameter.placements,
@@ -304,42 +276,30 @@ class ParallelTrainer(Trainer):
 
     def save(self) -> None:
         """Write ``checkpoint-<step>``, then say in ``latest`` that it is whole, then drop the one before."""
-        if self._folder is None:
+        if self.out is None:
             return
         name = f"checkpoint-{self.step}"
-        config = dataclasses.asdict(self.config)
-        run = {"config": config, "digest": self.data.digest, "seconds": self.seconds, "step": self.step}
         # As text: nested numbers would become entries of their own.
-        state_dict_saver.save({**self._state(), "run": json.dumps(run)}, checkpoint_id=str(self._folder / name))
+        state = {**self._state(), "run": json.dumps(self._history())}
+        state_dict_saver.save(state, checkpoint_id=str(self.out / name))
+        self._write_text("latest", name)
         if self.rank == 0:
-            with replacing(self._folder / "latest") as file:
-                file.write(name.encode())
-            for old in self._folder.glob("checkpoint-*"):
+            for old in self.out.glob("checkpoint-*"):
                 if old.name != name:
                     shutil.rmtree(old, ignore_errors=True)
         dist.barrier()
 
-    def _load(self, path: Path) -> None:
-        """Nothing yet: all ranks load together, see :meth:`_resume`."""
-
-    def _resume(self) -> None:
-        found: list[Any] = [None]
-        if self.rank == 0 and self._checkpoint_path() is not None:
-            latest = self._checkpoint_path()
-            assert latest is not None
-            found = [latest.read_text() if latest.exists() else None]
+    def _resume(self, folder: Path) -> None:
+        latest = folder / "latest"
+        found = [latest.read_text() if self.rank == 0 and latest.exists() else None]
         dist.broadcast_object_list(found, 0)
-        if found[0] is None or self._folder is None:
+        if found[0] is None:
             return
-        checkpoint = str(self._folder / found[0])
+        checkpoint = str(folder / found[0])
         # Whether it is this run's comes first: parts of another shape would be refused less clearly.
         text = {"run": ""}
         state_dict_loader.load(text, checkpoint_id=checkpoint)
-        run = json.loads(text["run"])
-        check_same_run(self._folder, run, self.config, self.data.digest)
+        self._go_on(json.loads(text["run"]))
         state = self._state()
         state_dict_loader.load(state, checkpoint_id=checkpoint)  # in place
-        for key, value in self.scheduler._tensors().items():
-            value.copy_(state["scheduler"][key])
-        self.step, self.seconds = run["step"], run["seconds"]
-        self._load_log(self._folder / "log.jsonl")
+        self.scheduler.load_state_dict(state["scheduler"])

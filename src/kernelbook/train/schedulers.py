@@ -15,7 +15,7 @@ counter, so that a scheduler's whole state is a few tensors.
 ================  =====================================================================================================
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -56,13 +56,15 @@ def weight_features(
     return found
 
 
-class Scheduler:
+class Scheduler(torch.nn.Module):
     """The base of all schedulers; by itself it activates every chunk, as ``all``.
 
     Args:
         layout: the chunks of all layers and how many may be active.
         seed: of all that is drawn at random.
         explore: the share of active chunks that are drawn at random among those not chosen; used by ``ema_topk`` and ``knn``.
+
+    Its state is its buffers: ``state_dict()`` and ``load_state_dict()`` are those of any module.
 
     Attributes:
         ids: (total_active,) int64, ids within their layers; :meth:`select` writes here.
@@ -73,20 +75,22 @@ class Scheduler:
     name = "all"
     needs_dense = False
     needs_weights = False
+    ids: torch.Tensor
+    _step: torch.Tensor
 
     def __init__(self, layout: Layout, *, seed: int = 0, explore: float = 0.0) -> None:
+        super().__init__()
         if not 0 <= explore <= 1:
             raise ValueError(f"Scheduler: explore must lie in [0, 1], got {explore!r}")
-        self.layout, self.seed, self.explore = layout, seed, explore
         if self.name == "all":
-            layout = self.layout = Layout(layout.counts, layout.counts, layout.device)
-        device = layout.device
+            layout = Layout(layout.counts, layout.counts, layout.device)
+        self.layout, self.seed, self.explore, device = layout, seed, explore, layout.device
         self._starts, self._slots = layout.starts(), layout.slots()
         self._active = torch.tensor(layout.active, dtype=torch.int32, device=device)
         self._longest = max(layout.counts)
         self._base = self._starts[:-1].long()[layout.layer_of_slot()]
-        self.ids = torch.cat([torch.arange(a, device=device) for a in layout.active])
-        self._step = torch.zeros(1, dtype=torch.int32, device=device)
+        self.register_buffer("ids", torch.cat([torch.arange(a, device=device) for a in layout.active]))
+        self.register_buffer("_step", torch.zeros(1, dtype=torch.int32, device=device))
         self._chosen, self._taken = (torch.zeros(layout.total, dtype=torch.int32, device=device) for _ in range(2))
 
     # --- the interface ---
@@ -112,20 +116,6 @@ class Scheduler:
         """For each layer its part (A,) of :attr:`ids`: views that follow it."""
         return self.layout.split(self.ids)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return all that changes, and what it belongs to."""
-        tensors = {name: value.clone() for name, value in self._tensors().items()}
-        return {"name": self.name, "counts": self.layout.counts, "active": self.layout.active, "tensors": tensors}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state; ``ValueError`` if it is another scheduler's."""
-        for key, own in (("name", self.name), ("counts", self.layout.counts), ("active", self.layout.active)):
-            saved = state[key] if key == "name" else tuple(state[key])
-            if saved != own:
-                raise ValueError(f"Scheduler: {key} must be that of the saved state ({saved!r}), got {own!r}")
-        for name, value in self._tensors().items():
-            value.copy_(state["tensors"][name])
-
     # --- for those that differ ---
 
     def _select(self) -> None:
@@ -133,9 +123,6 @@ class Scheduler:
 
     def _observe(self, places: torch.Tensor, norms: torch.Tensor) -> None:
         """``places``: positions among all chunks."""
-
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        return {"ids": self.ids, "step": self._step}
 
     def _top(self, scores: torch.Tensor | None, *, explore: bool = False) -> None:
         """Fill ids by ``scores`` (at random without), a share of them at random if ``explore``."""
@@ -176,8 +163,7 @@ class RoundRobinScheduler(Scheduler):
 
     def __init__(self, layout: Layout, *, seed: int = 0, explore: float = 0.0) -> None:
         super().__init__(layout, seed=seed, explore=explore)
-        layer = layout.layer_of_slot()
-        device = layout.device
+        layer, device = layout.layer_of_slot(), layout.device
         self._per_step = torch.tensor(layout.active, device=device)[layer]
         self._modulus = torch.tensor(layout.counts, device=device)[layer]
         self._within = torch.cat([torch.arange(a, device=device) for a in layout.active])
@@ -194,15 +180,16 @@ class EmaTopkScheduler(Scheduler):
     """
 
     name = "ema_topk"
+    _mean: torch.Tensor
 
-    def __init__(
-        self, layout: Layout, *, seed: int = 0, explore: float = 0.1, decay: float = 0.8
-    ) -> None:  # fmt: skip
+    def __init__(self, layout: Layout, *, seed: int = 0, explore: float = 0.1, decay: float = 0.8) -> None:
         super().__init__(layout, seed=seed, explore=explore)
         if not 0 <= decay < 1:
             raise ValueError(f"Scheduler: decay must lie in [0, 1), got {decay!r}")
         self.decay = decay
-        self._mean = torch.full((layout.total,), float("inf"), dtype=torch.float32, device=layout.device)
+        self.register_buffer(
+            "_mean", torch.full((layout.total,), float("inf"), dtype=torch.float32, device=layout.device)
+        )
         self._share_out()
 
     def _observe(self, places: torch.Tensor, norms: torch.Tensor) -> None:
@@ -213,9 +200,6 @@ class EmaTopkScheduler(Scheduler):
 
     def _select(self) -> None:
         self._top(self._mean, explore=True)
-
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        return {**super()._tensors(), "mean": self._mean}
 
 
 class KnnScheduler(Scheduler):
@@ -230,6 +214,9 @@ class KnnScheduler(Scheduler):
 
     name = "knn"
     needs_weights = True
+    _norms: torch.Tensor
+    _seen: torch.Tensor
+    _features: torch.Tensor
 
     def __init__(
         self, layout: Layout, *, seed: int = 0, explore: float = 0.2, k: int = 4, window: int = 10, dims: int = 16
@@ -239,9 +226,9 @@ class KnnScheduler(Scheduler):
             raise ValueError(f"Scheduler: k, window and dims must be at least 1, 0 and 1, got {k}, {window}, {dims}")
         self.k, self.window, self.dims = k, window, dims
         device, total = layout.device, layout.total
-        self._norms = torch.zeros(total, dtype=torch.float32, device=device)
-        self._seen = torch.full((total,), -1, dtype=torch.int32, device=device)
-        self._features = torch.zeros(dims, total, dtype=torch.float32, device=device)
+        self.register_buffer("_norms", torch.zeros(total, dtype=torch.float32, device=device))
+        self.register_buffer("_seen", torch.full((total,), -1, dtype=torch.int32, device=device))
+        self.register_buffer("_features", torch.zeros(dims, total, dtype=torch.float32, device=device))
         self._scores = torch.empty(total, dtype=torch.float32, device=device)
         self._share_out()
 
@@ -259,29 +246,23 @@ class KnnScheduler(Scheduler):
         )  # fmt: skip
         self._top(self._scores, explore=True)
 
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        own = {"norms": self._norms, "seen": self._seen, "features": self._features}
-        return {**super()._tensors(), **own}
-
 
 class OracleScheduler(Scheduler):
     """The largest norms of this very step: whoever uses it computes the dense gradient first, and gains nothing."""
 
     name = "oracle"
     needs_dense = True
+    _norms: torch.Tensor
 
     def __init__(self, layout: Layout, *, seed: int = 0, explore: float = 0.0) -> None:
         super().__init__(layout, seed=seed, explore=explore)
-        self._norms = torch.zeros(layout.total, dtype=torch.float32, device=layout.device)
+        self.register_buffer("_norms", torch.zeros(layout.total, dtype=torch.float32, device=layout.device))
 
     def _observe(self, places: torch.Tensor, norms: torch.Tensor) -> None:
         self._norms.index_copy_(0, places, norms)
 
     def _select(self) -> None:
         self._top(self._norms)
-
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        return {**super()._tensors(), "norms": self._norms}
 
 
 SCHEDULERS: dict[str, Callable[..., Scheduler]] = {

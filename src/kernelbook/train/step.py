@@ -6,7 +6,6 @@ learning rates at addresses that stay, gradients that live as long as they must,
 on where there is no graph.
 """
 
-import contextlib
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
@@ -15,15 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from kernelbook import arguments, runtime
-from kernelbook.train.capture import (
-    MAX_KINDS,
-    CapturedCalls,
-    Fingerprint,
-    FixedInputs,
-    moved,
-    plain,
-    why_not_capturable,
-)
+from kernelbook.train.capture import CapturedCalls, Fingerprint, FixedInputs, keep, moved, plain, why_not_capturable
 from kernelbook.train.optimizer import ChunkAdamW
 
 __all__ = ["PAD", "CapturedStep", "KeptGradients", "loss_of"]
@@ -79,7 +70,8 @@ class KeptGradients:
             ]
             for parameter in made:
                 parameter.grad = self._kept[parameter]
-            self._clear([self._kept[parameter] for parameter in made])
+            if made:
+                torch._foreach_zero_([self._kept[parameter] for parameter in made])
 
     def end(self, key: Hashable, *, capturing: bool) -> tuple[bool, ...] | None:
         """Return what follows the backward pass: which gradients there are; ``None`` if one is sparse, to which no graph can add.
@@ -100,16 +92,8 @@ class KeptGradients:
             self._keep(parameter, grad)
         found = tuple(parameter.grad is not None for parameter, _ in self._before)
         if not capturing:
-            self._ends.pop(key, None)
-            self._ends[key] = found
-            if len(self._ends) > MAX_KINDS:
-                del self._ends[next(iter(self._ends))]
+            keep(self._ends, key, found)
         return found
-
-    @staticmethod
-    def _clear(grads: list[torch.Tensor]) -> None:
-        if grads:
-            torch._foreach_zero_(grads)
 
     def put(self, found: tuple[bool, ...]) -> None:
         """After a call that was replayed: the gradients that :meth:`end` found."""
@@ -210,33 +194,20 @@ class CapturedStep:
         self.pad, self.autocast = dict(pad), autocast
         self.grad_norm: torch.Tensor | None = None
         self.updates, self._micro = 0, 0
-        self._loss, self._warm, self._capture = loss, arguments.integer(op, "warm", warm, least=1), capture
-        self._gradients = KeptGradients()
-        self._lrs: list[torch.Tensor] = []
-        self._fingerprint = Fingerprint()
-        self._device: torch.device | None = None
-        self._place()
+        self._loss, self._gradients, self._inputs = loss, KeptGradients(), FixedInputs()
+        self._fingerprint, self._lrs = Fingerprint(), list[torch.Tensor]()
+        devices = dict.fromkeys(p.device for p in model.parameters())
+        self._device = next((device for device in devices if device.type != "meta"), runtime.DEVICE)
+        warm, patience = arguments.integer(op, "warm", warm, least=1), 8 * self.accumulate
+        self._calls = CapturedCalls(op, warm=warm, capture=capture, device=self._device, patience=patience)
+        if len(devices) > 1:
+            self._calls.go_on_eagerly("the model is on several devices")
+        self._settles = self._device.type == "cuda" and len(devices) == 1
+        self._settle()
         # The hook is the optimizer's: it must not keep the step, and goes with it.
         own = weakref.ref(self)
         hook = optimizer.register_load_state_dict_post_hook(lambda _: _begin_anew(own()))
         weakref.finalize(self, hook.remove)
-
-    def _place(self) -> None:
-        """Set up what lies on the model's device, at first and when it has moved."""
-        device = next((p.device for p in self.model.parameters() if not p.is_meta), runtime.DEVICE)
-        if device == self._device:
-            return
-        several = len({p.device for p in self.model.parameters()}) > 1
-        self._device = device
-        self._inputs = FixedInputs("CapturedStep")
-        self._calls = CapturedCalls(
-            "CapturedStep", warm=self._warm, capture=self._capture, device=device, patience=8 * self.accumulate
-        )
-        if several and self._calls.why_eager is None:
-            self._calls.go_on_eagerly("the model is on several devices")
-        self._settles = device.type == "cuda" and not several
-        self._gradients.forget()
-        self._settle()
 
     @property
     def why_eager(self) -> str | None:
@@ -248,14 +219,6 @@ class CapturedStep:
     def _in_graph(self) -> bool:
         """Return whether the optimizer can be a part of the graph."""
         return isinstance(self.optimizer, ChunkAdamW) or all("capturable" in g for g in self.optimizer.param_groups)
-
-    @property
-    def _keeps(self) -> bool:
-        """Return whether gradients outlive a graph. Where the optimizer is in it, they are made and dropped in it."""
-        return self._calls.captures and (self.accumulate > 1 or not self._in_graph)
-
-    def _trained(self) -> list[torch.nn.Parameter]:
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def forget(self) -> None:
         """Drop all graphs, which are captured anew: for what a step reads from elsewhere than the batch and the model's
@@ -312,14 +275,12 @@ class CapturedStep:
 
         Tensors may lie on the host; they are copied.
         """
-        self._place()
-        assert self._device is not None
         self._autocast()  # raises
         kwargs = self._padded(args, kwargs)
         first, last = self._micro == 0, self._micro == self.accumulate - 1
         self._settle_lrs()
         why = why_not_capturable(args, kwargs) if self._calls.captures else None
-        if why is not None and self._calls.why_eager is None:
+        if why is not None:
             self._calls.go_on_eagerly(why)
         fixed = self._calls.captures and why is None
         kind: Hashable = None
@@ -327,8 +288,10 @@ class CapturedStep:
             kind, args, kwargs = self._inputs(args, kwargs, self._device)
         else:
             args, kwargs = moved(args, self._device), moved(kwargs, self._device)
-        keeps, key = self._keeps, None
-        there = self._gradients.begin(self._trained(), first=first) if keeps else ()
+        # Gradients outlive a graph, but where the optimizer is in it: then they are made and dropped in it.
+        keeps, key = self._calls.captures and (self.accumulate > 1 or not self._in_graph), None
+        trained = [p for group in self.optimizer.param_groups for p in group["params"]]
+        there = self._gradients.begin(trained, first=first) if keeps else ()
         if fixed:
             key = (kind, ("gradients", there), ("accumulation", (first, last)), self._state())
         loss, norm, found = self._calls(key, lambda: self._body(first, last, keeps, key, args, kwargs))
@@ -357,7 +320,9 @@ class CapturedStep:
             self._gradients.start(key, capturing=capturing)
         elif first:
             self.optimizer.zero_grad(set_to_none=True)
-        with self._casting():
+        dtype = self._autocast()
+        # No cache of casts: it would outlive the graph that made them.
+        with torch.autocast(self._device.type, dtype, enabled=dtype is not None, cache_enabled=False):
             loss = self._loss(self.model, *args, **kwargs)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             got = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
@@ -373,22 +338,14 @@ class CapturedStep:
 
     def _autocast(self) -> torch.dtype | None:
         """Return the dtype of products: ours, or that of the caller's autocast."""
-        device = runtime.DEVICE.type if self._device is None else self._device.type
         dtype = self.autocast
-        if dtype is None and torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
+        if dtype is None and torch.is_autocast_enabled(self._device.type):
+            dtype = torch.get_autocast_dtype(self._device.type)
         if dtype is torch.float16:
             raise ValueError(
                 "CapturedStep: autocast must be in bfloat16, got float16, whose gradients vanish without a GradScaler"
             )
         return dtype
-
-    def _casting(self) -> contextlib.AbstractContextManager[object]:
-        dtype = self._autocast()
-        if dtype is None or self._device is None:
-            return contextlib.nullcontext()
-        # No cache of casts: it would outlive the graph that made them.
-        return torch.autocast(self._device.type, dtype, cache_enabled=False)
 
     def _clipped(self, clip: float) -> torch.Tensor:
         """Clip as ``torch.nn.utils.clip_grad_norm_`` does, sparse gradients too; return the norm before."""

@@ -1,9 +1,8 @@
-"""Problems whose answer is known: a planted sparse teacher, and sequences to copy or to recall.
+"""Problems whose answer is known: a planted sparse teacher, and sequences to copy.
 
 They tell apart what a real text mixes: whether a scheduler finds the chunks that matter, and whether a model learns at all.
 """
 
-import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -15,7 +14,7 @@ from kernelbook.train.chunks import chunk_norms
 from kernelbook.train.schedulers import Scheduler
 from kernelbook.train.seeds import generator
 
-__all__ = ["CopyData", "PlantedTeacher", "Score", "score_chunks", "score_scheduler"]
+__all__ = ["CopyData", "PlantedTeacher", "score_chunks", "score_scheduler"]
 
 
 # --- a planted teacher ----------------------------------------------------------------------------------------------
@@ -53,18 +52,15 @@ class PlantedTeacher:
         batch: int = 64,
         noise: float = 0.3,
         seed: int = 0,
-        device: torch.device | None = None,
     ) -> None:
         if families is not None and (chunks % families or planted % (chunks // families)):
             raise ValueError(
                 f"PlantedTeacher: families must divide chunks ({chunks}) into sizes that divide planted ({planted}), "
                 f"got {families}"
             )
-        if not 1 <= planted <= chunks:
-            raise ValueError(f"PlantedTeacher: planted must lie in [1, {chunks}], got {planted}")
         self.chunks, self.chunk_size, self.d_in, self.planted, self.period = chunks, chunk_size, d_in, planted, period
         self.families, self.batch, self.noise, self.seed = families, batch, noise, seed
-        self.device = runtime.DEVICE if device is None else device
+        self.device = runtime.DEVICE
         chance = generator("teacher", seed)
         if families is None:
             weight = torch.randn(chunks, chunk_size, d_in, dtype=torch.float32, generator=chance)
@@ -105,28 +101,19 @@ class PlantedTeacher:
         return x, difference / self.batch
 
 
-@dataclasses.dataclass(frozen=True)
-class Score:
-    """The quality of a choice of chunks.
+def score_chunks(ids: torch.Tensor, norms: torch.Tensor, wanted: int | None = None) -> dict[str, float]:
+    """Scores chosen chunks against the ``wanted`` largest (default: as many as chosen), by the true norms (C,).
 
-    Attributes:
-        precision: the share of the chosen chunks that are among the wanted ones.
-        recall: the share of the wanted chunks that were chosen.
-        energy: the share of the squared gradient that lies in the chosen chunks.
+    Returns:
+        ``precision``: the share of the chosen chunks that are among the wanted ones. ``recall``: the share of the wanted chunks
+        that were chosen. ``energy``: the share of the squared gradient that lies in the chosen chunks.
     """
-
-    precision: float
-    recall: float
-    energy: float
-
-
-def score_chunks(ids: torch.Tensor, norms: torch.Tensor, wanted: int | None = None) -> Score:
-    """Scores chosen chunks against the ``wanted`` largest (default: as many as chosen), by the true norms (C,)."""
     wanted = len(ids) if wanted is None else wanted
     top = set(norms.sort(descending=True, stable=True).indices[:wanted].tolist())
     hits = len(top & set(ids.tolist()))
     energy = norms.double().square()
-    return Score(hits / len(ids), hits / wanted, float(energy[ids].sum() / energy.sum().clamp_min(1e-300)))
+    share = float(energy[ids].sum() / energy.sum().clamp_min(1e-300))
+    return {"precision": hits / len(ids), "recall": hits / wanted, "energy": share}
 
 
 def score_scheduler(
@@ -151,79 +138,38 @@ def score_scheduler(
         rows = (ids[:, None] * chunk + torch.arange(chunk, device=ids.device)).flatten()
         teacher.weight.index_add_(0, rows, dw, alpha=-lr)
         if step:
-            yield {"step": step, **dataclasses.asdict(score_chunks(ids, truth, teacher.planted))}
+            yield {"step": step, **score_chunks(ids, truth, teacher.planted)}
 
 
 # --- sequences ------------------------------------------------------------------------------------------------------
 
 
 class CopyData:
-    """Sequences whose second half follows from the first: to be copied, or looked up in. A quick sign of life.
-
-    ``"copy"``: random symbols, a mark, the same symbols again; the loss counts behind the mark.
-    ``"recall"``: pairs of a key and a value, then the keys in another order, each followed by its value; the loss counts the
-    values.
+    """Sequences to be copied, as a quick sign of life: random symbols, a mark, the same symbols again.
 
     Args:
-        task: ``"copy"`` or ``"recall"``. symbols: how many different ones; the vocabulary has one more, the mark.
-        batch_size, context: sequences in a batch and tokens in a sequence. seed, device: as in :class:`TextData`.
+        symbols: how many different ones; the vocabulary has one more, the mark.
+        batch_size, context: sequences in a batch and tokens in a sequence. seed: of all that is random.
     """
 
     digest = "synthetic"
 
-    def __init__(
-        self,
-        task: str = "copy",
-        *,
-        symbols: int = 32,
-        batch_size: int,
-        context: int,
-        seed: int = 0,
-        device: torch.device | None = None,
-    ) -> None:
-        if task not in ("copy", "recall"):
-            raise ValueError(f"CopyData: task must be one of 'copy', 'recall', got {task!r}")
-        if context < 4:
-            raise ValueError(f"CopyData: context must be at least 4, got {context}")
-        pairs = context // 4
-        if task == "recall" and pairs > symbols:
-            raise ValueError(f"CopyData: symbols must be at least {pairs}, a key for each pair, got {symbols}")
-        self.task, self.symbols, self.vocab_size = task, symbols, symbols + 1
+    def __init__(self, *, symbols: int = 32, batch_size: int, context: int, seed: int = 0) -> None:
+        self.symbols, self.vocab_size = symbols, symbols + 1
         self.batch_size, self.context, self.seed = batch_size, context, seed
-        self.device = runtime.DEVICE if device is None else device
 
-    def _draw(self, number: int, use: str = "batch") -> tuple[torch.Tensor, torch.Tensor]:
-        make = self._copy if self.task == "copy" else self._recall
-        rows, counts = make(generator(use, self.seed, number))
-        targets = torch.where(counts, rows, -100)[:, 1:]
-        return rows[:, :-1].to(self.device), targets.to(self.device)
-
-    def _copy(self, chance: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    def _draw(self, use: str, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         half = self.context // 2
-        symbols = torch.randint(self.symbols, (self.batch_size, half), generator=chance)
+        symbols = torch.randint(self.symbols, (self.batch_size, half), generator=generator(use, self.seed, number))
         mark = torch.full((self.batch_size, 1), self.symbols)
         rows = torch.cat([symbols, mark, symbols], 1)
-        counts = torch.arange(rows.shape[1]) > half
-        return rows, counts.expand_as(rows)
-
-    def _recall(self, chance: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-        pairs = self.context // 4
-        shape = (self.batch_size, self.symbols)
-        keys = torch.rand(shape, dtype=torch.float32, generator=chance).argsort(1)[:, :pairs]
-        values = torch.randint(self.symbols, (self.batch_size, pairs), generator=chance)
-        told = torch.stack([keys, values], 2).flatten(1)
-        order = torch.rand(keys.shape, dtype=torch.float32, generator=chance).argsort(1)
-        asked = torch.stack([keys.gather(1, order), values.gather(1, order)], 2).flatten(1)
-        mark = torch.full((self.batch_size, 1), self.symbols)
-        rows = torch.cat([told, mark, asked], 1)
-        position = torch.arange(rows.shape[1])
-        counts = (position > 2 * pairs) & ((position - 2 * pairs) % 2 == 0)
-        return rows, counts.expand_as(rows)
+        targets = rows.masked_fill(torch.arange(rows.shape[1]) <= half, -100)[:, 1:]
+        return rows[:, :-1].to(runtime.DEVICE), targets.to(runtime.DEVICE)
 
     def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets (batch_size, about context) int64; targets are -100 where the loss does not count."""
-        return self._draw(step)
+        """Inputs and targets (batch_size, about context) int64; targets count behind the mark, and are -100 before it."""
+        return self._draw("batch", step)
 
     def validation_batches(self, count: int) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
         """``count`` batches that no training step draws."""
-        return (self._draw(i, "validation") for i in range(count))
+        return (self._draw("validation", i) for i in range(count))
