@@ -5,6 +5,7 @@ This folder is no part of the installed package: run it in the repository. Impor
 """
 
 import dataclasses
+import functools
 import gc
 import importlib
 import math
@@ -33,6 +34,7 @@ __all__ = [
     "first_call",
     "forget",
     "passes",
+    "routing",
     "row",
     "step",
     "write_ceilings",
@@ -136,6 +138,20 @@ def step(
         return [y.detach(), *torch.autograd.grad(y, leaves, up)]
 
     return both
+
+
+@functools.lru_cache(maxsize=64)
+def routing(tokens: int, experts: int, slots: int, zipf: float = 0.0) -> torch.Tensor:
+    """-> (T, k) int64 on the CPU: each token to different experts at random, the same ones on every machine.
+
+    Evenly, or with preferences that fall off like ``1 / rank ** zipf``: a softmax's numbers with Gumbel noise, the largest.
+    """
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.rand(tokens, experts, generator=generator)
+    if zipf:
+        rank = torch.randperm(experts, generator=generator) + 1.0
+        drawn = -zipf * rank.log() - (-drawn.log()).log()
+    return drawn.topk(slots).indices
 
 
 def compiled(function: Callable[..., Any], **how: Any) -> Callable[..., Any]:

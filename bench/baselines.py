@@ -1,6 +1,5 @@
 """Packages that benches compare with, where they are installed."""
 
-import contextlib
 import functools
 import importlib
 import importlib.machinery
@@ -8,36 +7,23 @@ import importlib.metadata
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["axolotl", "has", "none", "peer_version", "version"]
-
-_hidden = False
+__all__ = ["axolotl", "has", "peer_version", "version"]
 
 
 def has(module: str) -> bool:
     """Whether the top-level ``module`` is installed; it is not imported."""
-    return not _hidden and importlib.util.find_spec(module) is not None
+    return importlib.util.find_spec(module) is not None
 
 
 def version(distribution: str) -> str | None:
     """The installed version of a distribution, as ``pip`` names it; ``None`` where it is not installed."""
     try:
-        return None if _hidden else importlib.metadata.version(distribution)
+        return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-@contextlib.contextmanager
-def none() -> Iterator[None]:
-    """Within the context no peer counts as installed: without a GPU some cannot even be set up."""
-    global _hidden
-    before, _hidden = _hidden, True
-    try:
-        yield
-    finally:
-        _hidden = before
 
 
 def peer_version(provider: str, distributions: Mapping[str, str]) -> str:

@@ -23,13 +23,7 @@ from kernelbook.study import layer_norm as study
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = [
-    "BENCH",
-    "barrier_experiment",
-    "cases",
-    "count_wrong_runs",
-    "extras",
-]
+__all__ = ["BENCH", "cases", "count_wrong_runs_apart"]
 
 EPS, RMS_EPS = 1e-5, 1e-6
 NAMED_SHAPES = ((4096, 1024), (4096, 4096), (4096, 8192), (4096, 15872), (65536, 4096))

@@ -13,13 +13,14 @@ Memory is counted beyond the weights: the 4-bit ones take 0.28 times the bfloat1
 """
 
 import copy
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from bench import Bench, baselines
+from bench import Bench, baselines, passes, routing, step
 from kernelbook import check, runtime
 from kernelbook.lab.timing import Case, Problem
 from kernelbook.nf4 import nf4_quantize
@@ -168,60 +169,36 @@ class _Layer:
 # --- the cases ------------------------------------------------------------------------------------------------------
 
 
-def _routing(tokens: int, experts: int, slots: int, seed: int = 0, zipf: float = 0.0) -> torch.Tensor:
-    """Each token to different experts at random: drawn on the CPU, so the same ones on every machine.
-
-    Evenly, or with preferences that fall off like ``1 / rank ** zipf``: a softmax's numbers with Gumbel noise, the largest.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.rand(tokens, experts, generator=generator)
-    if zipf:
-        rank = torch.randperm(experts, generator=generator) + 1.0
-        drawn = -zipf * rank.log() - (-drawn.log()).log()
-    return drawn.topk(slots).indices.to(runtime.DEVICE)
-
-
-def _inputs(
-    tokens: int, sizes: Sequence[int], seed: int = 0, zipf: float = 0.0
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _inputs(tokens: int, sizes: Sequence[int], zipf: float = 0.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     experts, hidden, _, slots = sizes
     x = torch.randn(tokens, hidden, dtype=torch.bfloat16, device=runtime.DEVICE)
     gates = torch.rand(tokens, slots, device=runtime.DEVICE)
-    return x, _routing(tokens, experts, slots, seed, zipf), (gates / gates.sum(1, keepdim=True)).to(torch.bfloat16)
+    ids = routing(tokens, experts, slots, zipf).to(runtime.DEVICE)
+    return x, ids, (gates / gates.sum(1, keepdim=True)).to(torch.bfloat16)
 
 
 def _problem(mode: str, tokens: int, sizes: Sequence[int], zipf: float = 0.0) -> Problem:
     layer = _Layer(sizes, RANK if mode == "forward_backward" else None)
-    x, ids, gates = _inputs(tokens, sizes, zipf=zipf)
+    x, ids, gates = _inputs(tokens, sizes, zipf)
     upstream = torch.randn_like(x)
     weights = layer.weights["gate_up_proj"], layer.weights["down_proj"]
 
-    def gradients(out: torch.Tensor, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        return [out, *torch.autograd.grad(out, leaves, upstream.to(out.dtype))]
+    def timed(
+        forward: Callable[..., torch.Tensor], parameters: Sequence[torch.Tensor], dtype: torch.dtype = torch.bfloat16
+    ) -> Callable[[], Sequence[torch.Tensor]]:
+        def call(x: torch.Tensor, gates: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+            return forward(x, ids, gates)
 
-    def provider(name: str) -> Callable[[], Sequence[torch.Tensor]]:
-        forward, parameters = layer.call(name)
+        leaves = [*(t.detach().to(dtype).requires_grad_() for t in (x, gates)), *parameters]
         if mode == "forward":
-
-            def infer() -> Sequence[torch.Tensor]:
-                with torch.no_grad():
-                    return [forward(x, ids, gates)]
-
-            return infer
-
-        def train() -> Sequence[torch.Tensor]:
-            own, weighting = x.detach().requires_grad_(), gates.detach().requires_grad_()
-            return gradients(forward(own, ids, weighting), [own, weighting, *parameters])
-
-        return train
+            return passes(mode, torch.no_grad()(call), leaves, [])
+        return step(call, leaves, upstream.to(dtype))
 
     def plain(dtype: torch.dtype) -> Sequence[torch.Tensor]:
-        own, weighting = (t.detach().to(dtype).requires_grad_() for t in (x, gates))
-        with torch.set_grad_enabled(mode == "forward_backward"):
-            out = block_reference(own, *weights, ids, weighting, layer.pairs)
-        if mode == "forward":
-            return [out]
-        return gradients(out, [own, weighting, *layer.parameters["dense"]])
+        def forward(x: torch.Tensor, ids: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+            return block_reference(x, *weights, ids, gates, layer.pairs)
+
+        return timed(forward, layer.parameters["dense"], dtype)()
 
     names = ["grouped_mm", "kernelbook:dense", "kernelbook"]
     if sizes[0] >= EAGER_EXPERTS and tokens in EAGER_TOKENS:
@@ -230,35 +207,26 @@ def _problem(mode: str, tokens: int, sizes: Sequence[int], zipf: float = 0.0) ->
         names.insert(0, "batched_mm")
     if baselines.has("axolotl"):
         names.append("axolotl")
-    return Problem(
-        providers={name: provider(name) for name in names},
-        truth=lambda: plain(torch.float64),
-        baseline=lambda: plain(torch.bfloat16),
-        factor=check.FORWARD_FACTOR if mode == "forward" else check.GRADIENT_FACTOR,
-    )
+    factor = check.FORWARD_FACTOR if mode == "forward" else check.GRADIENT_FACTOR
+    calls = {name: timed(*layer.call(name)) for name in names}
+    return Problem(calls, lambda: plain(torch.float64), lambda: plain(torch.bfloat16), factor)
 
 
 def _case(mode: str, tokens: int, sizes: Sequence[int], zipf: float = 0.0) -> Case:
     experts, hidden, inner, slots = sizes
     rank = RANK if mode == "forward_backward" else 0
-    passes = 2 if rank else 1
+    times = 2 if rank else 1
     # Of each weight that the batch uses, on average over random routings: 4 bits, and an absmax for 64 of them.
     used = experts * (1 - (1 - slots / experts) ** tokens)
     stored = used * 3 * hidden * inner * (0.5 + 4 / 64)
-    factors = 2 * rank * experts * (2 * hidden + 3 * inner) * passes
+    factors = 2 * rank * experts * (2 * hidden + 3 * inner) * times
     products = tokens * slots * (3 * hidden * inner + rank * (2 * hidden + 3 * inner))
-    return Case(
-        op="moe_block",
-        mode=mode,
-        dtype=torch.bfloat16,
-        shape={"E": experts, "H": hidden, "I": inner, "k": slots, "r": rank} | ({"zipf": zipf} if zipf else {}),
-        x_name="T",
-        x=tokens,
-        gbytes=(passes * stored + factors + 2 * passes * 2 * tokens * hidden) / 1e9,
-        # Backward: the products again with the gradient, and those of the LoRA parameters' own gradients.
-        gflop=(2 * products * passes + (2 * tokens * slots * rank * (2 * hidden + 3 * inner) if rank else 0)) / 1e9,
-        build=lambda: _problem(mode, tokens, sizes, zipf),
-    )
+    gbytes = (times * stored + factors + 2 * times * 2 * tokens * hidden) / 1e9
+    # Backward: the products again with the gradient, and those of the LoRA parameters' own gradients.
+    gflop = (2 * products * times + (2 * tokens * slots * rank * (2 * hidden + 3 * inner) if rank else 0)) / 1e9
+    shape = {"E": experts, "H": hidden, "I": inner, "k": slots, "r": rank} | ({"zipf": zipf} if zipf else {})
+    build = functools.partial(_problem, mode, tokens, sizes, zipf)
+    return Case("moe_block", mode, torch.bfloat16, shape, "T", tokens, gbytes, gflop, build)
 
 
 def cases() -> Iterator[Case]:

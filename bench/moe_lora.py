@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from bench import Bench, baselines, first_call, passes, step
+from bench import Bench, baselines, first_call, passes, routing, step
 from bench.models import MODELS as LATEST
 from kernelbook import check, runtime
 from kernelbook.lab import timing
@@ -21,14 +21,7 @@ from kernelbook.moe_lora.reference import (
 )
 from kernelbook.packed import NF4, NF4Tensor
 
-__all__ = [
-    "BENCH",
-    "MODELS",
-    "Shape",
-    "cases",
-    "host_calls",
-    "projections",
-]
+__all__ = ["BENCH", "MODELS", "Shape", "cases", "projections"]
 
 # Experts, hidden size, intermediate size, experts a token (from the models' published configurations).
 MODELS = {
@@ -76,13 +69,6 @@ def projections(model: str) -> dict[str, Shape]:
     }
 
 
-@functools.lru_cache(maxsize=64)
-def _chosen(tokens: int, experts: int, slots: int) -> torch.Tensor:
-    """-> (T, k) int64 on the CPU: k different experts of each token, all alike; the same ones on every machine."""
-    drawn = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(0))
-    return drawn.topk(slots).indices
-
-
 class _Inputs:
     """Random tensors, and the routing as both sides take it."""
 
@@ -90,7 +76,7 @@ class _Inputs:
         def randn(*size: int) -> torch.Tensor:
             return torch.randn(size, dtype=dtype, device=runtime.DEVICE)
 
-        self.ids = _chosen(shape.tokens, shape.experts, shape.slots).to(runtime.DEVICE)
+        self.ids = routing(shape.tokens, shape.experts, shape.slots).to(runtime.DEVICE)
         self.routing = op.route(self.ids, shape.experts)
         order, inverse, offsets = route_reference(self.ids, shape.experts)
         self.sorted_routing = (order // shape.slots, inverse, offsets)
@@ -278,7 +264,7 @@ def _route(shape: Shape, dtype: torch.dtype) -> timing.Problem:
 
 def _used(shape: Shape) -> int:
     """Experts that have rows."""
-    return len(_chosen(shape.tokens, shape.experts, shape.slots).unique())
+    return len(routing(shape.tokens, shape.experts, shape.slots).unique())
 
 
 def _x_elements(shape: Shape) -> int:

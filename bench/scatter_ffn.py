@@ -19,14 +19,7 @@ from kernelbook.study.scatter_ffn import launch_fused
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = [
-    "BENCH",
-    "atomics_experiment",
-    "cases",
-    "extras",
-    "ffn_case",
-    "host_calls",
-]
+__all__ = ["BENCH", "LLAMA", "PLAIN", "cases", "ffn_case"]
 
 ATOMICS_KEY = ("op", "variant", "dtype", "shape", "programs")
 

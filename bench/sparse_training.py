@@ -286,8 +286,6 @@ class Study:
         self.run = record.new_run()
         self.about = record.environment(STEM)
         self.data = make_data(CONFIGS["small"])  # the same for all widths
-        self._ceilings_written = False
-        self._ratios: dict[tuple[Any, ...], float] = {}
         self._ms: dict[tuple[int, Variant], float] = {}
         self.failures = 0
 
@@ -304,11 +302,6 @@ class Study:
             self.failures += 1
             print(f"{name} FAILED\n{traceback.format_exc()}", flush=True)
         forget()
-
-    def _ceilings(self) -> None:
-        if not self._ceilings_written:
-            write_ceilings(self.out, self.run)
-            self._ceilings_written = True
 
     def _recorded(self, stem: str, **wanted: Any) -> bool:
         path = self.out / f"{stem}.csv"
@@ -327,14 +320,11 @@ class Study:
 
     def steps(self) -> None:
         """Rows of ``sparse_training.csv``: plain PyTorch, and every variant."""
-        self._ceilings()
+        write_ceilings(self.out, self.run)
         self.attempt(f"step {self.width} torch", 10, self._torch_step)
         for variant in step_variants():
-            self.attempt(
-                f"step {self.width} {variant.provider} {variant.sparse_layers} {variant.active:g}",
-                8,
-                functools.partial(self._step, variant),
-            )
+            name = f"step {self.width} {variant.provider} {variant.sparse_layers} {variant.active:g}"
+            self.attempt(name, 8, functools.partial(self._step, variant))
 
     def _torch_step(self) -> str:
         config = Variant().config(self.width)
@@ -346,12 +336,7 @@ class Study:
         config = variant.config(self.width, dense_steps=0)
         if self._recorded(STEM, provider=variant.provider, shape=_shape(config), x=f"{variant.active:.12g}"):
             return "recorded already"
-        ratio = math.nan
-        if variant.mode != "dense":  # whoever chooses the chunks, their gradients are computed alike
-            key = (self.width, variant.mode, variant.active, variant.sparse_layers, variant.sparse_dx)
-            if key not in self._ratios:
-                self._ratios[key] = _error_ratio(variant, self.width, self.data)
-            ratio = self._ratios[key]
+        ratio = math.nan if variant.mode == "dense" else _error_ratio(variant, self.width, self.data)
         trainer = functools.partial(_trainer, variant, self.width, self.data)
         return self._timed(variant.provider, config, lambda: trainer()._enqueue, ratio, graph=variant.graph)
 
@@ -425,15 +410,11 @@ class Study:
         self.data.seed = seed  # type: ignore[attr-defined]
         trainer = Trainer(config, self.data, progress=False)
         records = trainer.run()
-        losses = trainer.losses()
-        blocks = [losses[i : i + 10] for i in range(0, len(losses), 10)]
         evaluated = [r for r in records if "validation_loss" in r]
         probed = [r for r in records if "recall" in r]
         line = {
             "run": self.run, **key,
             "shape": _shape(config),
-            "train_steps": [min(10 * (i + 1), len(losses)) for i in range(len(blocks))],
-            "train_loss": [round(statistics.fmean(block), 4) for block in blocks],
             "validation_steps": [r["step"] for r in evaluated],
             "validation_seconds": [round(r["seconds"], 3) for r in evaluated],
             "validation_loss": [round(r["validation_loss"], 4) for r in evaluated],
@@ -448,7 +429,7 @@ class Study:
 
     def budgets(self, seeds: Sequence[int]) -> None:
         """Rows of ``sparse_training_budgets.csv``: each variant takes as many steps as fit into the same seconds."""
-        self._ceilings()
+        write_ceilings(self.out, self.run)
         runs = [(seed, *what) for seed in seeds for what in budget_variants(settings=seed == seeds[0])]
         for seed, variant, lr in runs:
             self.attempt(

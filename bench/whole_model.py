@@ -22,19 +22,14 @@ with its eager attention: PyTorch's has no sinks.
 
 Three clocks: ``graph=0`` is the call from Python; ``graph=1`` is what a user gets in a CUDA graph, for a step by
 :class:`kernelbook.train.CapturedStep`, for ``generate`` by ``fast_generate``, for others one captured call; ``graph=compile``
-is ``torch.compile``'s, for ``generate`` as transformers compiles a static cache by itself. What the device does in it is
-``ms`` without the part ``none`` of ``whole_model_parts.csv``, which the profiler says. All steps have the same loss, of the
-output layer in pieces, so that no logits of all tokens exist.
+is ``torch.compile``'s, for ``generate`` as transformers compiles a static cache by itself. All steps have the same loss, of
+the output layer in pieces, so that no logits of all tokens exist.
 
 A row's ``ms`` is wall time with the device waited for, ``host_us`` the host's part until it has nothing more to enqueue,
-``peak_mib`` everything that the process holds on the GPU, the model included. ``setup_s`` is what passes before it has that
-speed, for a model that is there: its first calls, with what they compile (kernels that the process has not compiled before)
-and capture. ``add_host_us`` says how busy the host was. ``err_ratio`` is of the same architecture at a
-tiny size in float32, checked in the same process. ``whole_model_parts.csv`` says by the profiler what of a call's time no
-kernel covers, as the part ``none``: the device waits for the host.
-
-``whole_model_bits.csv`` has the models within :func:`kernelbook.same_bits` (provider ``kernelbook:same_bits``) beside the default,
-both of one run.
+``peak_mib`` everything that the process holds on the GPU, ``setup_s`` what passes before it has that speed, for a model that is
+there, ``add_host_us`` how busy the host was. ``err_ratio`` is of the same architecture at a tiny size in float32.
+``whole_model_parts.csv`` has by the profiler what of a call's time no kernel covers, as the part ``none``; ``whole_model_bits.csv``
+the models within :func:`kernelbook.same_bits` (provider ``kernelbook:same_bits``) beside the default, both of one run.
 """
 
 import contextlib
@@ -110,9 +105,7 @@ ONE_TOKEN = ("decode", "generate")
 SAME_BITS = "kernelbook:same_bits"
 EXPERTS = {"grouped_mm": "grouped_mm", "batched_mm": "batched_mm", "bitsandbytes": "grouped_mm"}
 OFFLOADED = "kernelbook:offloaded"
-KINDS = {"grouped_mm": "dense", "batched_mm": "dense", "torch": "dense", "kernelbook:dense": "dense"} | {
-    OFFLOADED: "offloaded"
-}
+KINDS = dict.fromkeys(("grouped_mm", "batched_mm", "torch", "kernelbook:dense"), "dense") | {OFFLOADED: "offloaded"}
 
 
 # --- building -------------------------------------------------------------------------------------------------------

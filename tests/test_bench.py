@@ -309,19 +309,28 @@ def test_a_chapter_without_its_switch_or_with_a_cell_that_fails_is_told(
 def _tiny_cases() -> Iterator[tuple[str, Callable[[], timing.Problem]]]:
     """Each kind of case at sizes for the interpreter: a case that is wrong would cost a run on a GPU."""
     half, mixed = torch.bfloat16, moe_lora.Shape(4, 32, 64, 2, tokens=6, rank=8)
-    for name, mode, residual in (("layer_norm", "forward_backward", False), ("rms_norm", "backward", True)):
-        yield name, partial(layer_norm._problem, name, mode, 5, 48, half, False, residual)
+    norms = (("layer_norm", "forward_backward"), ("layer_norm", "backward"), ("rms_norm", "backward"))
+    for name, mode in norms:
+        residual = name == "rms_norm"
+        yield f"{name} {mode}", partial(layer_norm._problem, name, mode, 5, 48, half, False, residual)
     for case in (sparse_linear.backward_case, sparse_linear._forward_case, sparse_linear._step_case):
         yield f"sparse_linear {case.__name__}", case((17, 32, 192), 0.4).build
-    network = scatter_ffn.Shape(32, 64, False, "relu")
-    for build in (scatter_ffn._forward, scatter_ffn._step, scatter_ffn._gather):
-        yield f"scatter_ffn {build.__name__}", partial(build, network, 3, 0.25)
+    for wanted in ("dw", "dx"):
+        yield f"sparse_{wanted}", sparse_linear.backward_case((17, 32, 192), 0.4, wanted=wanted).build
+    for build in (scatter_ffn._forward, scatter_ffn._step, scatter_ffn._gather, scatter_ffn._read):
+        yield f"scatter_ffn {build.__name__}", partial(build, scatter_ffn.Shape(32, 64, False, "relu"), 3, 0.25)
+        yield f"scatter_ffn {build.__name__}, gated", partial(build, scatter_ffn.Shape(32, 64, True, "silu"), 3, 0.25)
     yield "flash_attention", partial(attention._problem, "backward", 1, 2, 1, 17, 17, 16, True, half, False)
     yield "packed", partial(attention._packed_problem, "backward", 2, 16, (5, 1, 11), half)
     yield "paged_attention", partial(attention._paged_problem, 1, 2, 1, 1, 32, 16, 16, half)
+    yield "flash_attention, few queries", partial(attention._problem, "forward", 1, 4, 2, 2, 33, 16, False, half, False)
     for (name, mode), (build, _) in moe_lora.FAMILIES.items():
         yield f"{name} {mode}", partial(build, mixed, half)
+    for name, mode in (("scatter2scatter", "forward"), ("moe_lora", "forward_backward"), ("moe_lora_dx", "backward")):
+        build, _ = moe_lora.FAMILIES[name, mode]
+        yield f"{name} {mode}, grouped", partial(build, dataclasses.replace(mixed, grouped=True), half)
     yield "nf4", partial(nf4._problem, (4, 64, 256), 2, 64, True)
+    yield "read_rows", partial(nf4._read_problem, 8192)
     yield "nf4_matmul", partial(nf4._matmul_problem, (2, 16, 256), 3, 64, False)
     for format in nf4.BITS:
         yield f"nf4_matmul {format}", partial(nf4._format_problem, format, (16, 256), 3)
@@ -335,3 +344,9 @@ def test_what_is_measured_is_right(build: Callable[[], timing.Problem], monkeypa
     pytest.importorskip("peft")
     monkeypatch.setattr(registry.baselines, "has", lambda name: False)
     assert "kernelbook" in timing.error_ratios(build())  # which raises where ours is wrong
+
+
+@pytest.mark.parametrize("room", registry.CASE_BY_CASE)
+def test_calls_whose_cost_is_the_host_s_can_be_made(room: str) -> None:
+    for call in registry.bench(room).host_calls().values():
+        call()

@@ -117,12 +117,6 @@ def test_a_line_has_the_worst_the_middle_and_the_best_share_and_where_it_is_wors
     assert list(lines["unknown"]) == ["", "operations", ""]
 
 
-def test_the_middle_point_of_each_function_is_a_row_of_it() -> None:
-    table = calls(*(("a", "bfloat16", 2.0, 1.0, ms) for ms in (1.0, 5.0, 2.0, 4.0)), op=["f", "f", "f", "g"])
-    middle = measured.middles(measured.shares(table, CEILINGS)).set_index("op")
-    assert middle["ms"].to_dict() == {"f": 2.0, "g": 4.0}
-
-
 def test_bounded_are_the_package_s_own_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = calls(
         *[("a", "bfloat16", 2.0, 1.0, 2.0)] * 5,

@@ -163,9 +163,3 @@ def share_lines(found: pd.DataFrame) -> pd.DataFrame:
     place = {op: i for i, op in reversed([*enumerate(found["op"])])}
     lines.sort(key=lambda line: (place[line["op"]], timing.MODES.index(line["mode"])))
     return pd.DataFrame(lines)
-
-
-def middles(found: pd.DataFrame) -> pd.DataFrame:
-    """Of each function and mode the row with the middle share: the higher one where there are two."""
-    ranked = found.dropna(subset="share").sort_values("share", kind="stable").groupby(["op", "mode"], sort=False)
-    return pd.concat([group.iloc[[len(group) // 2]] for _, group in ranked])
