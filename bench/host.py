@@ -21,7 +21,7 @@ from tabulate import tabulate
 
 import bench as registry
 import kernelbook as kb
-from kernelbook import runtime
+from kernelbook.cases import FUNCTIONS, Given, collect, draw
 from kernelbook.lab import record, timing
 
 __all__ = ["BENCH", "measured"]
@@ -29,48 +29,54 @@ __all__ = ["BENCH", "measured"]
 COLUMNS = ("run", "provider", "call", "host_us", "u", "processes", *record.ENVIRONMENT)
 PROCESSES = 5
 BF16 = torch.bfloat16
+CASES = collect(rooms=FUNCTIONS)
+Sizes = dict[str, Any]
 NEW_SHAPES, CALLS = 40, 30
 CACHE, GROWTH = 1000, 300  # keys, and how many times a cache grows by one
 
 
-def _tensor(*shape: int, leaf: bool = False) -> torch.Tensor:
-    return torch.randn(*shape, device=runtime.DEVICE, dtype=BF16, requires_grad=leaf)
+# What PyTorch has of its own: a case, its sizes, and PyTorch's call.
+PAIRS: dict[str, tuple[str, Sizes, Callable[..., torch.Tensor]]] = {
+    "layer_norm": ("layer_norm", {"m": 64, "n": 256}, lambda x, weight, bias, eps: F.layer_norm(x, (256,), weight, bias, eps)),
+    "rms_norm": ("rms_norm", {"m": 64, "n": 256}, lambda x, weight: F.rms_norm(x, (256,), weight, 1e-6)),
+    "linear": (
+        "sparse_linear", {"m": 64, "d_in": 256, "d_out": 256, "chunk": 64, "share": 0.5, "mode": "sparse_dw"},
+        lambda x, weight, bias, **_: F.linear(x, weight, bias),
+    ),
+    "sdpa": (
+        "flash_attention", {"b": 1, "h": 4, "group": 1, "n": 64, "s": 64, "d": 64},
+        lambda q, k, v, causal: F.scaled_dot_product_attention(q, k, v, is_causal=causal),
+    ),
+    "ffn": (
+        "scatter_ffn", {"m": 64, "k": 256, "n": 512, "k_out": 256, "count": 128, "gated": False, "activation": "relu"},
+        lambda x, w_up, w_down, **_: F.relu(x @ w_up.t()) @ w_down,
+    ),
+}  # fmt: skip
+# What is called with shapes that were never seen: the size that changes, and the others.
+CHANGING: dict[str, tuple[str, Sizes]] = {
+    "layer_norm": ("m", {"n": 256}),
+    "sparse_linear": ("m", {"d_in": 256, "d_out": 256, "chunk": 64, "share": 0.5, "mode": "sparse_dw"}),
+    "flash_attention": ("n", {"b": 1, "h": 4, "group": 1, "d": 64, "causal": False}),
+    "scatter_ffn": ("m", {"k": 256, "n": 256, "k_out": 256, "count": 2, "gated": False, "activation": "relu"}),
+    "moe_lora": ("tokens", {"experts": 8, "k": 256, "n": 256, "rank": 16, "bias": False, "gates": False}),
+}
 
 
-def _forward_and_backward(call: Callable[..., torch.Tensor], *leaves: torch.Tensor) -> Callable[[], object]:
-    dy = torch.randn_like(call(*leaves))
-    return lambda: torch.autograd.grad(call(*leaves), leaves, dy)
+def _step(function: Callable[..., torch.Tensor], given: Given, leaves: list[torch.Tensor], dy: torch.Tensor) -> object:
+    return torch.autograd.grad(function(**given), leaves, dy)
 
 
 def _pairs() -> Iterator[tuple[str, Callable[[], object], Callable[[], object]]]:
-    """What PyTorch has of its own: the call, ours, PyTorch's."""
-    x, w, b = _tensor(64, 256, leaf=True), _tensor(256, leaf=True), _tensor(256, leaf=True)
-    weight, q = _tensor(256, 256, leaf=True), _tensor(1, 4, 64, 64, leaf=True)
-    w_up, w_down = _tensor(512, 256, leaf=True), _tensor(512, 256, leaf=True)
-    neurons, chunks = (torch.arange(0, n, step, device=runtime.DEVICE) for n, step in ((512, 4), (2, 1)))
-    calls: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[torch.Tensor, ...]]] = {
-        "layer_norm": (kb.layer_norm, lambda x, w, b: F.layer_norm(x, (256,), w, b), (x, w, b)),
-        "rms_norm": (kb.rms_norm, lambda x, w: F.rms_norm(x, (256,), w, 1e-6), (x, w)),
-        "linear": (lambda x, w, b: kb.sparse_linear(x, w, b, chunks), F.linear, (x, weight, b)),
-        "sdpa": (
-            lambda q, k, v: kb.flash_attention(q, k, v, causal=True),
-            lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
-            (q, _tensor(1, 4, 64, 64, leaf=True), _tensor(1, 4, 64, 64, leaf=True)),
-        ),
-        "ffn": (
-            lambda x, up, down: kb.scatter_ffn(x, up, down, neurons),
-            lambda x, up, down: F.relu(x @ up.t()) @ down,
-            (x, w_up, w_down),
-        ),
-    }
-    for name, (ours, theirs, leaves) in calls.items():
-        plain = [leaf.detach() for leaf in leaves]
-        yield name, lambda f=ours, t=plain: f(*t), lambda f=theirs, t=plain: f(*t)  # type: ignore[misc]
-        yield (
-            f"{name}, forward and backward",
-            _forward_and_backward(ours, *leaves),
-            _forward_and_backward(theirs, *leaves),
-        )
+    """The call, ours, PyTorch's."""
+    for name, (of, sizes, theirs) in PAIRS.items():
+        case = CASES[of]
+        given = case.of(BF16, **sizes)
+        both = case.function, theirs
+        yield name, *(functools.partial(f, **given) for f in both)
+        leaves = {n: given[n].detach().requires_grad_() for n in case.leaves(given)}
+        dy = torch.randn_like(theirs(**given))
+        args = given | leaves, list(leaves.values()), dy
+        yield f"{name}, forward and backward", *(functools.partial(_step, f, *args) for f in both)
 
 
 def _times(call: Callable[[], object], count: int) -> list[float]:
@@ -86,21 +92,10 @@ def _times(call: Callable[[], object], count: int) -> list[float]:
 
 def _new_shapes() -> Iterator[tuple[str, float]]:
     """Medians over shapes that were never seen, of kernels that were: the first calls with one, and later ones."""
-    w, experts = _tensor(256, 256), _tensor(8, 256, 256)
-    lora, chunks = (_tensor(8, 16, 256), _tensor(8, 256, 16)), torch.arange(2, device=runtime.DEVICE)
-
-    def routed(rows: int) -> tuple[torch.Tensor, kb.Routing]:
-        return _tensor(rows, 256), kb.route(torch.randint(8, (rows, 2), device=runtime.DEVICE), 8)
-
-    calls: dict[str, tuple[Callable[..., object], Callable[[int], tuple[Any, ...]]]] = {
-        "layer_norm": (lambda x: kb.layer_norm(x, w[0], w[1]), lambda rows: (_tensor(rows, 256),)),
-        "sparse_linear": (lambda x: kb.sparse_linear(x, w, w[0], chunks), lambda rows: (_tensor(rows, 256),)),
-        "flash_attention": (kb.flash_attention, lambda rows: (_tensor(1, 4, rows, 64),) * 3),
-        "scatter_ffn": (lambda x: kb.scatter_ffn(x, w, w, chunks), lambda rows: (_tensor(rows, 256),)),
-        "moe_lora": (lambda x, routing: kb.moe_lora(x, experts, *lora, routing), routed),
-    }
-    for name, (call, make) in calls.items():
-        made = [functools.partial(call, *make(64 + i)) for i in range(NEW_SHAPES)]
+    for name, (size, others) in CHANGING.items():
+        case = CASES[name]
+        shapes = [others | {size: 64 + i} | ({"s": 64 + i} if size == "n" else {}) for i in range(NEW_SHAPES)]
+        made = [functools.partial(case.function, **case.of(BF16, **sizes)) for sizes in shapes]
         timing.wait()
         times = [_times(each, CALLS) for each in made][NEW_SHAPES // 4 :]  # the first ones may compile
         parts = {
@@ -115,7 +110,7 @@ def _new_shapes() -> Iterator[tuple[str, float]]:
 
 def _growing_cache() -> float:
     """The mean of one query's calls with a cache that grows by a key a call."""
-    q, cache = _tensor(1, 32, 1, 128), _tensor(2, 1, 8, CACHE + GROWTH, 128)
+    q, cache = (draw(*shape).to(BF16) for shape in ((1, 32, 1, 128), (2, 1, 8, CACHE + GROWTH, 128)))
     for n in range(CACHE, CACHE + GROWTH + 64, 64):
         kb.flash_attention(q, *cache[:, :, :, :n])  # compiles
     timing.wait()
@@ -125,7 +120,7 @@ def _growing_cache() -> float:
 
 def measured() -> list[tuple[str, str, float]]:
     """Provider, call and microseconds, in this process; the first is ``u``."""
-    x, y = _tensor(64, 256), _tensor(64, 256)
+    x, y = (draw(64, 256).to(BF16) for _ in range(2))
     rows = [("torch", "u", timing.host_us(lambda: torch.add(x, 1, out=y)))]
     for name, ours, theirs in _pairs():
         rows += [("kernelbook", name, timing.host_us(ours)), ("torch", name, timing.host_us(theirs))]

@@ -120,7 +120,7 @@ def test_every_way_to_cut_the_work(
     monkeypatch.setattr(kernels, "section", lambda *_: 2)
     monkeypatch.setattr(launches, "HAS_GLUON", False)
     monkeypatch.setattr(launches, "_fit_descriptors", lambda *tensors: descriptors)
-    for problem in ((1, 3, 3, 50, 50, 16), (1, 2, 1, 30, 70, 40), (1, 1, 1, 70, 30, 16)):
+    for problem in ((1, 3, 3, 50, 50, 16), (1, 2, 1, 30, 64, 40), (1, 1, 1, 70, 30, 16)):
         if problem[-1] == 40 and descriptors and runtime.DEVICE.type == "cuda":
             continue
         _check(*_qkv(*problem, dtype=torch.float16), causal)

@@ -939,7 +939,7 @@ NUMBERS: dict[str, tuple[Callable[[Any], torch.Tensor], int]] = {
     "SparseFFN dropout": (lambda n: torch.tensor(nn.SparseFFN(2, 2, dropout=n).dropout), 1),
     "ChunkAdamW eps": (_adam("eps"), 1),
     "ChunkAdamW weight_decay": (_adam("weight_decay"), 1),
-    **_fields(TrainConfig(explore=0.5, lr=1.0, min_lr=0.0), "float"),
+    **_fields(TrainConfig(lr=1.0, min_lr=0.0), "float"),
 }
 
 

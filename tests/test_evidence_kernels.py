@@ -141,6 +141,25 @@ def test_looped_rows_of_rms_norm(residual: bool, n: int) -> None:
     check.check_op(kb.rms_norm, rms_norm_reference, inputs, grads=tuple(inputs))
 
 
+@pytest.mark.parametrize("small", ("_looped", "_in_tiles"))
+def test_gradients_that_come_with_strides_of_their_own(small: str, request: pytest.FixtureRequest) -> None:
+    """Those of the norm and of the sum, whose rows lie apart in other ways, and x in another again."""
+    request.getfixturevalue(small)
+    x, r, w = randn(9, 301)[:, :300].requires_grad_(), randn(9, 300).requires_grad_(), randn(300).requires_grad_()
+    ups = randn(9, 340)[:, 17:317], randn(1, 300).expand(9, 300)
+    for norm in (
+        lambda: kb.rms_norm(x, w, residual=r),
+        lambda: (kb.layer_norm(x, w),),
+        lambda: (study.layer_norm_with_locks(x, w),),
+    ):
+        results = norm()
+        found, expected = (
+            torch.autograd.grad(results, (x, w), given[: len(results)], retain_graph=True)
+            for given in (ups, tuple(up.contiguous() for up in ups))
+        )
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
 # --- scatter_ffn ----------------------------------------------------------------------------------------------------
 
 

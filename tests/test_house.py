@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from bench import ROOMS
+from kernelbook import cases
 
 ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src" / "kernelbook"
@@ -62,7 +63,7 @@ OWN_MODULES = {
         *("kernels", "kernels_decode", "kernels_same_bits", "launches", "backward", "routing", "grouped"),
     },
     "pages.py": {"kernels", "kernels_decode", "launches", "op"},
-    "cases.py": {"op", "pages", "routing", "reference"},
+    "cases.py": {"op", "pages", "routing", "reference", "kernels"},
     "__init__.py": {"op", "lora", "pages", "reference", "kernels"},
 }
 
@@ -204,6 +205,7 @@ def test_what_every_operator_needs_stands_in_the_spine_alone() -> None:
 def test_rooms_have_five_doors_and_one_stem() -> None:
     chapters = (ROOT / "_toc.yml").read_text()
     assert {path.parent.name for path in SRC.glob("*/reference.py")} == set(ROOMS)
+    assert {path.parent.name for path in SRC.glob("*/cases.py")} == set(cases.ROOMS)
     for room in ROOMS:
         assert {path.name for path in (SRC / room).glob("*.py")} >= set(DOORS), room
         assert (ROOT / "bench" / f"{room}.py").is_file(), room

@@ -102,18 +102,6 @@ def test_a_loaded_model_is_transformers_own_dense_one(tmp_path: Path) -> None:
     assert_as_eager(dense, lambda _: on_kernels(model))
 
 
-def test_greedy_tokens_with_and_without_padding(tmp_path: Path) -> None:
-    publish(tmp_path)
-    model, dense = load(tmp_path).to(runtime.DEVICE), dequantized(tmp_path)
-    on_kernels(model)
-    ids = tokens(2, 7)
-    mask = torch.ones_like(ids)
-    mask[1, :3] = 0
-    for how in ({}, {"attention_mask": mask}):
-        expected, ours = (each.generate(ids, max_new_tokens=5, do_sample=False, **how) for each in (dense, model))
-        assert torch.equal(ours, expected)
-
-
 def test_fast_generation_of_a_published_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """generate takes the way through our call, and gives the dense model's tokens; windows fill on the way."""
     publish(tmp_path)

@@ -67,47 +67,6 @@ def test_generation_with_a_cache(name: str) -> None:
     assert torch.equal(interop.use_kernels(model).generate(ids, **options), expected)
 
 
-def _experts(name: str = "qwen3_moe", dtype: torch.dtype = torch.float32) -> Any:
-    return dict(interop.expert_modules(tiny_model(name, num_hidden_layers=1)))["model.layers.0.mlp.experts"].to(dtype)
-
-
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16), ids=str)
-@pytest.mark.parametrize("ids", ("all", "one", "skipped"))
-def test_experts_with_given_routing(dtype: torch.dtype, ids: str) -> None:
-    """Where routing is given, rounding cannot change it: the 16-bit types are compared here."""
-    experts = _experts(dtype=dtype)
-    chosen = torch.stack([torch.randperm(5, device=runtime.DEVICE)[:2] for _ in range(7)])
-    if ids == "one":
-        chosen = torch.full_like(chosen, 3)
-    elif ids == "skipped":
-        chosen[2:5, 0] = chosen[6, 1] = chosen[0, :] = 5
-    inputs = {
-        "x": torch.randn(7, 32, dtype=dtype, device=runtime.DEVICE),
-        "gates": torch.rand(7, 2, dtype=dtype, device=runtime.DEVICE),
-        "up": experts.gate_up_proj.detach(),
-        "down": experts.down_proj.detach(),
-    }
-
-    def with_implementation(name: str) -> Any:
-        def run(x: torch.Tensor, gates: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-            module = copy.copy(experts)
-            module._parameters = {}
-            object.__setattr__(module, "gate_up_proj", up)
-            object.__setattr__(module, "down_proj", down)
-            if name == interop.NAME:
-                return interop.experts_forward(module, x, chosen, gates)
-            # Not every version's eager experts know slots to skip; to the result a weight of zero is the same.
-            skipped = chosen == 5
-            eager = type(experts).forward.__wrapped__
-            return eager(module, x, chosen.masked_fill(skipped, 0), gates.masked_fill(skipped, 0))
-
-        return run
-
-    check.check_op(
-        with_implementation(interop.NAME), with_implementation("eager"), inputs, grads=("x", "gates", "up", "down")
-    )
-
-
 # --- other kinds of experts -----------------------------------------------------------------------------------------
 
 

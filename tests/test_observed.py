@@ -10,7 +10,7 @@ from tensors import compiled_graphs, python
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import kernelbook as kb
-from kernelbook import launch, memory, nn, operators, runtime
+from kernelbook import memory, nn, operators, runtime
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace")
@@ -182,66 +182,3 @@ def test_a_step_of_training_in_compiled_graphs() -> None:
                 outcomes.append([value.detach().clone(), *(g.clone() for g in found)])
             for ours, plain in zip(*outcomes, strict=True):
                 assert (ours - plain).norm() <= 1e-4 * plain.norm()
-
-
-# --- plans on a GPU --------------------------------------------------------------------------------------------------
-
-
-def _public_calls() -> dict[str, Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]]:
-    """By name: what makes a function and arguments, other ones each time, whose calls do nothing but launch."""
-    how = {"device": runtime.DEVICE, "dtype": torch.bfloat16}
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, **how)
-
-    def listed(count: int, rows: int) -> torch.Tensor:
-        return torch.randperm(rows, device=runtime.DEVICE)[:count]
-
-    def packed_attention() -> Any:  # three parts of one tensor
-        q, k, v = draw(2, 200, 12, 64).transpose(1, 2).split((8, 2, 2), 1)
-        return functools.partial(kb.flash_attention, causal=True), (q, k, v)
-
-    def pages() -> Any:
-        table = torch.arange(32, device=runtime.DEVICE).view(2, 16)
-        lengths = torch.tensor([1000, 37], device=runtime.DEVICE)
-        return kb.paged_attention, (draw(2, 8, 1, 128), draw(32, 2, 64, 128), draw(32, 2, 64, 128), table, lengths)
-
-    def routed(x: int, *others: tuple[int, ...]) -> Any:
-        ids = torch.rand(x, 16, device=runtime.DEVICE).argsort(1)[:, :2]
-        return lambda *tensors: kb.moe_lora(*tensors, kb.route(ids, 16)), (draw(x, 256), *(draw(*s) for s in others))
-
-    return {
-        "flash_attention": lambda: (kb.flash_attention, tuple(draw(2, 4, 256, 128) for _ in range(3))),
-        "packed attention": packed_attention,
-        "decoding": lambda: (kb.flash_attention, (draw(2, 8, 1, 128), draw(2, 2, 3000, 128), draw(2, 2, 3000, 128))),
-        "paged_attention": pages,
-        "moe_lora": lambda: routed(300, (16, 256, 512), (16, 16, 256), (16, 512, 16)),
-        "scatter_ffn": lambda: (kb.scatter_ffn, (draw(1, 512), draw(2048, 512), draw(2048, 512), listed(200, 2048))),
-        "scatter_ffn, 16 rows": lambda: (
-            kb.scatter_ffn, (draw(16, 512), draw(2048, 512), draw(2048, 512), listed(200, 2048)),
-        ),
-        "scatter_ffn, packed": lambda: (
-            kb.scatter_ffn, (draw(300, 512), draw(2048, 512), draw(2048, 512), listed(200, 2048)),
-        ),
-        "gather_matmul": lambda: (kb.gather_matmul, (draw(1, 512), draw(2048, 512), listed(200, 2048))),
-    }  # fmt: skip
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("gradients", (False, True))
-@pytest.mark.parametrize("name", _public_calls())
-def test_calls_that_share_a_plan_compute_of_their_own_tensors(name: str, gradients: bool) -> None:
-    """On a GPU, bit for bit, other tensors each time: by the plans that are kept, and by plans and launches made anew."""
-    if gradients and name in ("decoding", "paged_attention"):
-        pytest.skip("no gradients")
-    for _ in range(4):
-        function, args = _public_calls()[name]()
-        leaves = [t.requires_grad_(gradients) for t in args if t.is_floating_point()]
-        outcomes = []
-        for anew in (False, True):
-            if anew:
-                operators.forget_plans()
-                launch._launcher.cache_clear()
-            y = function(*args)
-            outcomes.append((y, *(torch.autograd.grad(y, leaves, torch.ones_like(y)) if gradients else ())))
-        assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))

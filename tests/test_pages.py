@@ -27,12 +27,13 @@ THEMES = ("light", "dark")
 # Of what a reader loads with a page: the page itself, scripts, styles, and not the figures.
 MOST_BYTES = 1_500_000
 MOST_PIXELS = 15_000  # of a chapter at the first width, folds closed
-# Chapters that derive a gradient and show every kernel of two passes, or of one with six ideas, whole.
-LONGER = {"layer_norm": 21_000, "sparse_linear": 17_000, "attention_forward": 17_500, "attention_backward": 17_000}
-# Six kernels that build on one another and their gradients; six and a router; a layer and a whole model; six ways to unpack; a
-# model, compiled and measured; kernels and then training.
-LONGER |= {"moe_lora": 24_000, "scatter_ffn": 19_500, "together": 18_500, "nf4": 17_000}
-LONGER |= {"choosing_tiles": 15_500, "sparse_training": 15_300}
+# These need more, for listings that are read whole: of a forward and a backward pass; of one pass with six ideas, one listing each;
+# tables of whole models. None may grow.
+LONGER = {
+    "layer_norm": 25_500, "moe_lora": 24_500, "attention_forward": 21_500, "attention_backward": 21_000,
+    "sparse_linear": 20_500, "scatter_ffn": 20_000, "together": 19_000, "attention_decoding": 18_500,
+    "first_kernel": 17_500, "nf4": 17_500, "choosing_tiles": 16_500, "sparse_training": 16_000,
+}  # fmt: skip
 # Sphinx puts the parts of a class between the terms and definitions of one list.
 AXE: dict[str, Any] = {
     "resultTypes": ["violations"],

@@ -369,3 +369,13 @@ def test_ordinary_loads_are_bitwise_reproducible(chunk: int, monkeypatch: pytest
     for _ in range(250):
         again = kb.sparse_backward(x, weight, dy, ids, chunk_size=chunk)
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.memory
+def test_more_than_2_31_elements_of_dy() -> None:
+    m, d_in, d_out = 2**17 + 64, 64, 2**14 + 64
+    x, dy = randn(m, d_in, dtype=torch.bfloat16), torch.randn(m, d_out, dtype=torch.bfloat16, device=runtime.DEVICE)
+    dw, _ = kb.sparse_dw(x, dy, torch.tensor([256, 3], device=runtime.DEVICE), compact=True)
+    last = dy[:, 2**14 :]
+    check.compare("dw", dw[:64], last.double().t() @ x.double(), last.t() @ x, factor=check.GRADIENT_FACTOR).require()

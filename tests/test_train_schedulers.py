@@ -18,7 +18,6 @@ from kernelbook.train import (
     score_chunks,
     score_scheduler,
     top_chunks,
-    top_chunks_reference,
     weight_features,
 )
 
@@ -81,22 +80,6 @@ def test_knn_scores(k: int, device: torch.device) -> None:
     assert found[0] == float("inf") and found[1] == norms[1]
     fresh = seen >= 11
     assert torch.equal(found[fresh], norms[fresh]) and not torch.equal(found, norms)
-
-
-def test_top_chunks(device: torch.device) -> None:
-    scores = torch.randint(0, 9, (LAYOUT.total,), device=device).float()  # many equal ones
-    scores[20], scores[3] = float("nan"), float("inf")
-    ids = torch.full((LAYOUT.total_active,), -1, device=device)
-    chosen = top_chunks(scores, ids, LAYOUT.starts(), LAYOUT.slots(), _counts(LAYOUT), longest=70)
-    assert torch.equal(ids, top_chunks_reference(scores, LAYOUT.counts, LAYOUT.active))
-    assert int(chosen.sum()) == LAYOUT.total_active
-    rest = torch.full_like(ids, -1)
-    everything = top_chunks(
-        scores, rest, LAYOUT.starts(), LAYOUT.slots(), _counts(LAYOUT), longest=70, taken=chosen
-    )  # fmt: skip
-    assert int(everything.sum()) == 2 * LAYOUT.total_active
-    masked = scores.masked_fill(chosen.bool(), float("-inf"))
-    assert torch.equal(rest, top_chunks_reference(masked, LAYOUT.counts, LAYOUT.active))
 
 
 def test_chunks_at_random(device: torch.device) -> None:

@@ -4,6 +4,7 @@ A room's ``cases.py`` has its own; tests, the doctor, the tables of the book, fu
 package imports none of it.
 """
 
+import contextlib
 import dataclasses
 import importlib
 from collections.abc import Callable, Mapping, Sequence
@@ -16,13 +17,15 @@ from kernelbook import check, runtime
 
 Given = dict[str, Any]
 FUNCTIONS = ("layer_norm", "attention", "sparse_linear", "scatter_ffn", "nf4", "packed", "moe_lora")
+ONE_TARGET = "sm_90"  # for which every configuration is compiled; for others some, to save time
 ROOMS = (*FUNCTIONS, "study", "nn", "interop")  # the last for what is installed with the extra of that name
 
 
-def draw(*shape: int) -> torch.Tensor:
-    """Random numbers; any where kernels are only compiled."""
-    make = torch.empty if runtime.COMPILE_ONLY else torch.randn
-    return make(shape, dtype=torch.float32, device=runtime.DEVICE)
+def draw(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    """Random numbers; nothing is written where kernels are only compiled."""
+    if runtime.COMPILE_ONLY:
+        return torch.empty(shape, dtype=torch.float32)
+    return torch.randn(shape, dtype=torch.float32, device=runtime.DEVICE) * scale
 
 
 def draw_shares(*shape: int) -> torch.Tensor:
@@ -47,6 +50,7 @@ class Case:
         but: properties that the function has not, or that have a test of their own.
         op: what messages call it; by default the first word of the case's name.
         grads: the arguments that have gradients; by default all that are floating point.
+        float32: the arguments that stay in float32 whatever the dtype of others.
         writes: the arguments that it changes in place of a result.
         factor: of the error rule.
         what, part: the function in a few words, and whether layers are made of it, for the table of the package.
@@ -66,6 +70,7 @@ class Case:
     but: tuple[str, ...] = ()
     op: str = ""
     grads: tuple[str, ...] | None = None
+    float32: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
     factor: float = check.FORWARD_FACTOR
     what: str = ""
@@ -79,13 +84,32 @@ class Case:
     def of(self, dtype: torch.dtype = torch.float32, **sizes: Any) -> Given:
         """Arguments of these sizes in a dtype."""
         given = self.given(**{**self.options, **sizes})
-        given |= {name: given[name].to(dtype) for name in floats(given)}
+        for name in set(floats(given)) - {*self.float32}:
+            value = given[name]
+            given[name] = torch.empty_like(value, dtype=dtype) if runtime.COMPILE_ONLY else value.to(dtype)
         return given | ({"dtype": dtype} if "dtype" in given else {})
 
     def results(self, given: Given, function: Callable[..., Any] | None = None) -> list[torch.Tensor]:
         """The tensors that a call returns or writes; of another ``function`` with the same arguments, if there is one."""
         found = [t for t in tree_leaves((function or self.function)(**given)) if isinstance(t, torch.Tensor)]
         return found or [given[name] for name in self.writes]
+
+    def launch(
+        self,
+        dtype: torch.dtype,
+        needs: Sequence[str] | None = None,
+        lie: Callable[..., Any] | None = None,
+        **sizes: Any,
+    ) -> None:
+        """A call, and its backward pass by all arguments or those in ``needs``, where kernels are only compiled.
+
+        ``lie`` gives a tensor of floating-point numbers another layout. What is to be computed is not there.
+        """
+        given = self.of(dtype, **sizes)
+        given |= {n: lie(given[n]) for n in floats(given) if lie}
+        given |= {n: given[n].requires_grad_() for n in (self.leaves(given) if needs is None else needs)}
+        wanted = [r for r in self.results(given) if r.requires_grad]
+        torch.autograd.backward(wanted, [torch.empty_like(r) for r in wanted])
 
     def leaves(self, given: Given) -> list[str]:
         """The names of the arguments that have gradients."""
@@ -112,6 +136,22 @@ class Case:
 def floats(given: Given) -> list[str]:
     """The arguments that are tensors of floating-point numbers."""
     return [n for n, value in given.items() if isinstance(value, torch.Tensor) and value.is_floating_point()]
+
+
+def compile_calls(room: str, target: str, stated: str = "") -> None:
+    """Make the calls of a room that are compiled for a GPU, or those that are ``stated`` on a page.
+
+    In float16 on Turing, which has no bfloat16 of its own.
+    """
+    cases = collect(rooms=FUNCTIONS) | collect("STUDIES", ("study",))
+    of_room = importlib.import_module(f"kernelbook.{room}.cases")
+    every = [*of_room.compiled(target), *(call for calls in of_room.STATED.values() for call in calls)]
+    for name, how in of_room.STATED[stated] if stated else every:
+        how = {"dtype": torch.bfloat16} | how
+        if target == "sm_75" and how["dtype"] == torch.bfloat16:
+            how["dtype"] = torch.float16
+        with how.pop("within", contextlib.nullcontext)():
+            cases[name].launch(**how)
 
 
 def collect(kind: str = "CASES", rooms: Sequence[str] = ROOMS) -> dict[str, Any]:

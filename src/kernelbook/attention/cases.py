@@ -1,12 +1,13 @@
 """Calls of this room's functions, and what each promises."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.nn import functional
 
 from kernelbook import runtime
-from kernelbook.attention.op import flash_attention
+from kernelbook.attention.op import flash_attention, plain_kernels
 from kernelbook.attention.pages import append_to_pages, paged_attention
 from kernelbook.attention.reference import (
     _seen,
@@ -14,7 +15,7 @@ from kernelbook.attention.reference import (
     flash_attention_reference,
     paged_attention_reference,
 )
-from kernelbook.cases import Case, Given, draw, ids
+from kernelbook.cases import ONE_TARGET, Case, Given, draw, ids
 
 
 def given_attention(
@@ -23,20 +24,22 @@ def given_attention(
 ) -> Given:  # fmt: skip
     """``group`` heads of queries to each of ``h`` heads of keys."""
     given: Given = {"q": draw(b, h * group, n, d), "k": draw(b, h, s, d), "v": draw(b, h, s, d), "causal": causal}
-    given |= {"lengths": torch.randint(0, s + 1, (b,), device=runtime.DEVICE)} if lengths else {}
+    given |= {"lengths": torch.randint(0, s + 1, (b,), dtype=torch.int32, device=runtime.DEVICE)} if lengths else {}
     given |= {"sinks": draw(h * group)} if sinks else {}
-    given |= {"cu_seqlens": ids(0, n // 3, n // 3 + 1, n // 3 + 1, n - 1)} if sequences else {}
+    given |= {"cu_seqlens": ids(0, n // 3, n // 3 + 1, n // 3 + 1, n - 1).int()} if sequences else {}
     return given | {name: option for name, option in options.items() if option is not None}
 
 
 def _given_pages(
-    b: int = 1, h: int = 2, group: int = 2, n: int = 1, d: int = 16, page: int = 16, per: int = 2, new: bool = False
-) -> Given:
+    b: int = 1, h: int = 2, group: int = 2, n: int = 1, d: int = 16, page: int = 16, per: int = 2, new: bool = False,
+    sinks: bool = False,
+) -> Given:  # fmt: skip
     """Pools of pages with one more than ``b`` sequences of ``per`` take; queries, or ``new`` keys and values."""
     pool = (b * per + 1, h, page, d)
     heads = {"k": draw(b, h, n, d), "v": draw(b, h, n, d)} if new else {"q": draw(b, h * group, n, d)}
-    table = torch.randperm(b * per + 1, device=runtime.DEVICE)[: b * per].view(b, per)
-    lengths = torch.randint(0, per * page - n + 1, (b,), device=runtime.DEVICE)
+    table = torch.randperm(b * per + 1, device=runtime.DEVICE)[: b * per].int().view(b, per)
+    lengths = torch.randint(0, per * page - n + 1, (b,), dtype=torch.int32, device=runtime.DEVICE)
+    heads |= {"sinks": draw(h * group)} if sinks else {}
     return {**heads, "k_pages": draw(*pool), "v_pages": draw(*pool), "block_table": table, "lengths": lengths}
 
 
@@ -110,3 +113,59 @@ CASES = {
         sizes={"b": (1, 3), "h": (1, 2), "n": (0, 16), "d": [8, 40, 64, 128], "page": [16, 48, 64], "per": (1, 4)},
     ),
 }  # fmt: skip
+
+
+def compiled(target: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The calls that are compiled for a GPU: on one with every head size, and every height of a tile of a few queries."""
+    every = target == ONE_TARGET
+    heads = (16, 32, 64, 80, 128, 256) if every else (64, 128)
+    wide = {"sm_90": (64, 128), "sm_75": (64, 128, 256)}.get(target, (64,))
+    one: dict[str, Any] = {"b": 1, "n": 1024, "s": 1024}
+    apart = lambda t: t.new_empty(*t.shape[:-1], t.shape[-1] + 1)[..., :-1]  # noqa: E731
+    for d in heads:
+        for more in ({}, {"lie": apart}, {"within": plain_kernels}):
+            yield "flash_attention", one | {"d": d} | more
+    for d in wide:
+        for more in ({}, {"lie": apart}):
+            yield "flash_attention", one | {"d": d, "dtype": torch.float32} | more
+    yield "flash_attention", one | {"n": 2048, "s": 2048, "d": 64, "causal": False, "dtype": torch.float16}
+    yield "flash_attention", one | {"n": 10000, "s": 10000, "d": 64}
+    if every:
+        yield "flash_attention", one | {"n": 16384, "s": 16384, "d": 128, "causal": False}
+    yield "flash_attention", one | {"b": 2, "d": 128, "lengths": True, "window": 200}
+    for d, window in ((64, None), (128, None), (128, 128), (256, None)):
+        yield "flash_attention", one | {"d": d, "window": window, "sequences": True}
+    few = [(4, 8, 1, 128, torch.bfloat16)]
+    if every:
+        few += [(8, 4, 16, 128, torch.bfloat16), (8, 8, 16, 128, torch.bfloat16), (4, 4, 16, 256, torch.bfloat16)]
+        few += [(16, 1, 1, 64, torch.float32), (4, 2, 4, 256, torch.float32)]
+    for h, group, n, d, dtype in few:
+        queries = {"b": 2, "h": h, "group": group, "n": n, "d": d, "dtype": dtype, "needs": ()}
+        yield "flash_attention", queries | {"s": 8192}
+        yield "paged_attention", queries | {"page": 64, "per": 128}
+    yield "append_to_pages", {"b": 2, "h": h, "d": d, "page": 64, "per": 128, "dtype": dtype}
+    shared: dict[str, Any] = one | {"h": 1, "group": 8}
+    for d, more in (  # gpt-oss' two kinds of layers, Gemma 2's
+        (64, {}), (64, {"window": 128}), (256, {"softcap": 50.0}), (256, {"softcap": 50.0, "window": 512})
+    ):  # fmt: skip
+        sizes = shared | {"d": d, "sinks": d == 64} | more
+        yield "flash_attention", sizes
+        yield "flash_attention", sizes | {"n": 1, "needs": ()}
+    yield "paged_attention", {"h": 1, "group": 8, "d": 64, "page": 64, "per": 16, "sinks": True}
+    for d in heads:
+        yield "flash_attention", one | {"d": d, "within": runtime.same_bits}
+        queries = {"b": 2, "h": 4, "group": 8, "n": 1, "d": d, "needs": (), "within": runtime.same_bits}
+        yield "flash_attention", queries | {"s": 8192, "causal": False}
+        yield "paged_attention", queries | {"page": 64, "per": 128}
+    for d in wide:
+        yield "flash_attention", one | {"d": d, "dtype": torch.float32, "within": runtime.same_bits}
+    for more in ({"sequences": True}, {"sinks": True, "window": 128, "softcap": 50.0}):
+        yield "flash_attention", shared | {"d": 64, "needs": (), "within": runtime.same_bits} | more
+
+
+# What the page "Compiled" shows.
+STATED = {
+    "flash_attention, 4,096 tokens, heads of 128, causal, bfloat16": [
+        ("flash_attention", {"b": 4, "h": 16, "group": 1, "n": 4096, "s": 4096, "d": 128})
+    ]
+}

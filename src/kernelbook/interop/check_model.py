@@ -257,32 +257,27 @@ class _Check:
             rate = torch.tensor(LR, device=start[0].device)
             parameters = [p for p, _ in trained]
             optimizer = torch.optim.AdamW(parameters, rate, weight_decay=0.0, fused=True, capturable=rate.is_cuda)
-            step = CapturedStep(
-                self.model,
-                optimizer,
-                loss=lambda model, *args, **kwargs: scalar(model(*args, **kwargs)),
-                warm=1,
-                capture=capture,
-            )
+            step = CapturedStep(self.model, optimizer, loss=_loss, warm=1, capture=capture)
             losses.append([])
             for lr in (LR, LR, 0.0, LR):
                 for group in optimizer.param_groups:
                     group["lr"].fill_(lr)  # as PyTorch's schedulers do
                 before = [p.detach().clone() for p, _ in trained]
                 losses[-1].append(float(step(*given.args, **kwargs)))
-                if not capture:
-                    continue
-                moved = [not torch.equal(p, value) for (p, _), value in zip(trained, before, strict=True)]
-                if lr == 0.0:
-                    for (_, name), does in zip(trained, moved, strict=True):
-                        note = "moves though the learning rate is zero now" if does else ""
-                        self.report.add("moved", name, math.inf if does else 0.0, 0.0, note)
+                for (p, name), value in zip(trained, before, strict=True) if capture and not lr else ():
+                    moves = not torch.equal(p, value)
+                    note = "moves though the learning rate is zero now" if moves else ""
+                    self.report.add("moved", name, math.inf if moves else 0.0, 0.0, note)
             if capture and step.why_eager is not None:
                 self.report.note(f"CapturedStep runs this model's steps from Python: {step.why_eager}")
         limit = max(GLUE * check.FLOOR[self.weights.dtype], 1e-4)
         for i, (plain, ours) in enumerate(zip(*losses, strict=True)):
             error = abs(ours - plain) / (abs(plain) or 1.0)
             self.report.add("loss", f"step {i + 1}", error, limit)
+
+
+def _loss(model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return scalar(model(*args, **kwargs))
 
 
 def _error_of_tokens(ours: torch.Tensor, ref: torch.Tensor) -> float:

@@ -148,7 +148,7 @@ class Reference:
         self.moving: set[int] = set()  # parameters whose gradient is not zero
         self._calls: dict[str, list[Call]] = {}
         self._uses: dict[int, int] = {}
-        self._sums: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._sums: dict[int, tuple[Any, Any]] = {}
         self._last: tuple[str, Call, list[Any]] | None = None
         inside = {joined(layer, name) for layer, part in self.layers.items() for name in names_in(part)}
         outside = (name for name in names_in(skeleton) if name not in inside)
@@ -187,7 +187,7 @@ class Reference:
             found = torch.autograd.grad(ref, list(wanted.values()), allow_unused=True)
             for i, truth in zip(wanted, found, strict=True):
                 if truth is not None:
-                    self._judge(name, "loss grad", call.dy[i], truth, truth, check.GRADIENT_FACTOR)
+                    self._judge(name, "loss grad", [call.dy[i], truth, truth], check.GRADIENT_FACTOR)
 
     @contextlib.contextmanager
     def _as_layers(self, forward: Callable[..., Any]) -> Iterator[None]:
@@ -222,13 +222,12 @@ class Reference:
         for i, (ours, ref, base) in enumerate(zip(call.out, truth, plain, strict=False)):
             if is_float(ours) and is_float(ref) and ours.numel():
                 note = f"output {i}" if i else ""
-                rows = [self.real(t) if t.shape == ref.shape else t for t in (ours, ref, base)]
-                self._judge(name, "output", rows[0], rows[1], rows[2], check.FORWARD_FACTOR, note)
-        for place, i in call.places.items():
+                three = [self.real(t) if t.shape == ref.shape else t for t in (ours, ref, base)]
+                self._judge(name, "output", three, check.FORWARD_FACTOR, note)
+        for i, place in {i: place for place, i in call.places.items()}.items():
             if i in call.dx and dx[i] is not None:
-                ref, base = dx.pop(i), plain_dx[i]
-                self._judge(name, "input grad", call.dx[i], ref, base, check.GRADIENT_FACTOR, f"argument {place}")
-                dx[i] = None
+                three = [call.dx[i], dx[i], plain_dx[i]]
+                self._judge(name, "input grad", three, check.GRADIENT_FACTOR, f"argument {place}")
         for key in self._trained_in(name) if self._uses else ():
             self._add_gradient(name, key, call, dw.get(key), plain_dw.get(key))
         leaves = [
@@ -281,16 +280,9 @@ class Reference:
 
     # --- one comparison ---
 
-    def _judge(
-        self,
-        name: str,
-        what: str,
-        ours: torch.Tensor,
-        ref: torch.Tensor,
-        plain: torch.Tensor,
-        factor: float,
-        note: str = "",
-    ) -> None:
+    def _judge(self, name: str, what: str, three: list[torch.Tensor], factor: float, note: str = "") -> None:
+        """``three``: the model's, the truth, and what the model's dtype makes of it."""
+        ours, ref, plain = three
         try:
             verdict = check.compare(name, ours, ref, plain.to(ours.dtype), factor=factor)
         except check.CheckError as error:
@@ -318,8 +310,8 @@ class Reference:
         """Sum what the layers that share a parameter give, and compare once all have."""
         self._uses[key] -= 1
         if truth is not None:
-            before = self._sums.get(key)
-            self._sums[key] = (truth, plain) if before is None else (before[0] + truth, before[1] + plain)
+            truths, plains = self._sums.get(key, (0, 0))
+            self._sums[key] = truths + truth, plains + plain
         if self._uses[key]:
             return
         p, name = self.weights.parameters[key]
@@ -343,7 +335,7 @@ class Reference:
         if call.indices is not None:
             count = unwrapped(module_at(self.weights.base, layer))[0].num_experts
             note = self._of_experts(layer, name, p.grad, truth, call.indices, count) or note
-        self._judge(name, "gradient", p.grad, truth, plain, check.GRADIENT_FACTOR, note)
+        self._judge(name, "gradient", [p.grad, truth, plain], check.GRADIENT_FACTOR, note)
 
     def _of_experts(
         self, layer: str, name: str, ours: torch.Tensor, truth: torch.Tensor, indices: torch.Tensor, count: int
@@ -356,13 +348,8 @@ class Reference:
             self.report.note(f"{layer}: no row of this batch reached experts {which}; another batch may")
         if truth.numel() % count or truth.ndim < 2:
             return ""
-        parts = [_by_expert(name, t, count).ne(0).any(1) for t in (ours, truth)]
-        dead = (parts[1] & ~parts[0]).nonzero().flatten().tolist()
+        # PEFT's B has the expert fastest, all else has it slowest.
+        by_expert = [t.reshape(-1, count).mT if "lora_B" in name else t.reshape(count, -1) for t in (ours, truth)]
+        some, wanted = (t.ne(0).any(1) for t in by_expert)
+        dead = (wanted & ~some).nonzero().flatten().tolist()
         return f"zero for experts {', '.join(map(str, dead))}, which rows reach" if dead else ""
-
-
-def _by_expert(name: str, t: torch.Tensor, count: int) -> torch.Tensor:
-    """(E, numbers): PEFT's B has the expert fastest, all else has it slowest."""
-    if "lora_B" in name:
-        return t.reshape(-1, count).mT
-    return t.reshape(count, -1)

@@ -215,7 +215,7 @@ def offload_experts(model: torch.nn.Module) -> None:
     of the experts other than ``"kernelbook"`` copy all experts of a layer when they read them, and wait for it.
 
     Raises:
-        ImportError, ValueError: as :func:`check_experts`; or experts that are offloaded already, or of different shapes.
+        ValueError: as :func:`check_experts`; or experts that are offloaded already, or of different shapes.
         TypeError: an expert's weight is not in 4 bits, or LoRA pairs are parametrizations of it at the moment.
     """
     found = check_experts(model)

@@ -408,17 +408,8 @@ def _report(
     row = reports.get(key)
     if row is None or asm:
         return dataclasses.replace(_compile(launch, target, asm), key=key)
-    figures = {name: int(row[name]) for name in REPORT_COLUMNS[3:]}
-    stored = CompiledKernel(
-        name=launch.kernel.__name__,
-        target=target,
-        signature=dict(launch.signature),
-        constants=_plain(launch.constants),
-        asm={},
-        key=key,
-        stored=True,
-        **figures,
-    )
+    figures: dict[str, Any] = {name: int(row[name]) for name in REPORT_COLUMNS[3:]}
+    stored = CompiledKernel(*_identity(launch, target), **figures, asm={}, key=key, stored=True)
     if recompile_every and int(key, 16) % recompile_every == 0:
         compiled = dataclasses.replace(_compile(launch, target, asm), key=key, stored=True)
         if compiled != stored:
@@ -426,8 +417,12 @@ def _report(
     return stored
 
 
-def _plain(constants: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    return {name: value if isinstance(value, int | float | str) else str(value) for name, value in constants}
+def _identity(launch: _Launch, target: str) -> tuple[str, str, dict[str, str], dict[str, Any]]:
+    """The first fields of a :class:`CompiledKernel`: name, target, signature and constants."""
+    constants = {
+        name: value if isinstance(value, int | float | str) else str(value) for name, value in launch.constants
+    }
+    return launch.kernel.__name__, target, dict(launch.signature), constants
 
 
 def _compile(launch: _Launch, target: str, asm: Sequence[str]) -> CompiledKernel:
@@ -453,10 +448,7 @@ def _compile(launch: _Launch, target: str, asm: Sequence[str]) -> CompiledKernel
         registers, spills = _amd_report(compiled.asm["amdgcn"])
     metadata = compiled.metadata
     return CompiledKernel(
-        name=launch.kernel.__name__,
-        target=target,
-        signature=dict(launch.signature),
-        constants=_plain(launch.constants),
+        *_identity(launch, target),
         num_warps=metadata.num_warps,
         num_stages=metadata.num_stages,
         registers=registers,

@@ -343,8 +343,6 @@ class _Tma:
         """Where, and what."""
         tiles.check(memory)
         memory.read_by_async_proxy("TMA reads")
-        for function in Program.current.at_store:
-            function()
         Program.current.here.stores += memory.slots
         Program.current.tell("write", memory, f"TMA copies {memory} to global memory")
         target, source = tiles.part(at)
@@ -369,8 +367,6 @@ def _meet() -> None:
     for slot in here.fenced:
         slot.visible = slot not in here.stored
     here.fenced = []
-    for function in Program.current.at_barrier:
-        function()
 
 
 # --- tensor cores -----------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import operator
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -132,7 +132,7 @@ class Program:
     current: "Program"
 
     def __init__(self, number: int, seed: int, num_warps: int, name: str, files: set[str], any_tile: bool) -> None:
-        self.number, self.files, self.any_tile = number, files, any_tile
+        self.files, self.any_tile = files, any_tile
         self.order = (seed + number) % 4  # 0: late, the oldest first; 1: late, the newest first; 2: at once; 3: drawn
         self.random = random.Random(f"{seed} {number}")
         self.groups: list[list[Copy]] = [[]]  # of asynchronous copies by threads; the last one is open
@@ -142,11 +142,8 @@ class Program:
         self.main = self.here
         self.scheduler = threading.Semaphore(0)
         self.unfenced: list[Barrier] = []  # made, and not fenced since
-        self.at_barrier: list[Callable[[], None]] = []  # called where the threads meet
-        self.at_store: list[Callable[[], None]] = []  # and where TMA copies to global memory
         self.events: list[Event] = []
         self.barriers: list[Barrier] = []
-        self.notes: dict[str, Any] = {}  # of the functions that stand for assembly
 
     def line(self) -> int:
         frame: Any = sys._getframe(1)

@@ -81,12 +81,6 @@ def _counter_64(number: int) -> Any:
 def compute() -> None:
     """Have the interpreter round what it computes, from here on. It comes after what remembers types, and after the watch."""
     builder = interpreter.InterpreterBuilder
-    others = (
-        "cast_impl create_fp_to_fp create_bitcast create_fabs create_masked_load create_masked_store create_atomic_rmw"
-    )
-    real: dict[str, Any] = {
-        name: getattr(builder, name, None) for name in (*_ROUNDED, *others.split())
-    }  # as of this Triton
 
     def rounding(name: str) -> Callable[..., Any]:
         def operation(self: Any, *args: Any) -> Any:
@@ -136,9 +130,8 @@ def compute() -> None:
         if (place := _in_memory(pointers)) is None:
             return real["create_masked_load"](self, pointers, mask, other, *args, **how)
         # What nothing was said of is NaN in a block; of a scalar Triton's front end drops ``other=0.0``.
-        filled = (
-            other.data if other is not None else np.full(pointers.data.shape, np.nan if pointers.data.size > 1 else 0)
-        )
+        unsaid = np.full(pointers.data.shape, np.nan if pointers.data.size > 1 else 0)
+        filled = unsaid if other is None else other.data
         bits = interpreter.TensorHandle(_bits(np.broadcast_to(filled, pointers.data.shape)), tl.uint16)
         loaded = real["create_masked_load"](self, place, mask, bits, *args, **how)
         return interpreter.TensorHandle(_values(loaded.data), tl.bfloat16)
@@ -158,7 +151,9 @@ def compute() -> None:
         "create_dot": dot, "cast_impl": cast, "create_fp_to_fp": convert, "create_bitcast": bitcast, "create_fabs": absolute,
         "create_masked_load": load, "create_masked_store": store, "create_atomic_rmw": modify,
     }  # fmt: skip
-    for name, method in methods.items():
-        if real.get(name, method) is not None:
-            setattr(builder, name, method)
+    real: dict[str, Any] = {
+        name: getattr(builder, name) for name in methods if hasattr(builder, name)
+    }  # in this Triton
+    for name in {*real, "get_bf16"}:  # which Triton's own lacks
+        setattr(builder, name, methods[name])
     interpreter.range = _counting  # type: ignore[attr-defined]  # kernels see this module's names, tl.range too

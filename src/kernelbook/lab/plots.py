@@ -382,7 +382,6 @@ def ladder(
     rows: pd.DataFrame,
     ceilings: pd.DataFrame,
     *,
-    upto: str | None = None,
     by: str = "gbs",
     peak: bool = False,
 ) -> str:
@@ -392,7 +391,6 @@ def ladder(
         rows: the steps of one operation, mode and shape in one run, in their order; providers that are not ours are peers
             and come last.
         ceilings: recorded ceilings; that of the rows' run, else the median.
-        upto: the last step to show, with the one before it and the best before it; ``None`` for all of them.
         by: ``gbs`` for a share of the copy's bandwidth, ``tflops`` for one of the matrix product's rate.
         peak: name the most memory that a step holds at a time beyond its inputs, too.
     """
@@ -417,11 +415,7 @@ def ladder(
         table["of the data sheet"] = [f"{rate / most:.0%}" for rate, most in zip(rows["tflops"], sheet, strict=True)]
     if peak:
         table["MiB"] = [f"{float(value):,.0f}" for value in rows["peak_mib"]]
-    if upto is None:
-        return pd.concat([table[ours], table[~ours]]).to_markdown(index=False, disable_numparse=True)
-    last = list(names).index(upto)
-    shown = sorted({steps[: max(last, 1)].idxmin(), max(last - 1, 0), last})
-    return table.iloc[shown].to_markdown(index=False, disable_numparse=True)
+    return pd.concat([table[ours], table[~ours]]).to_markdown(index=False, disable_numparse=True)
 
 
 def _ladders_folder(stem: str) -> str | None:
@@ -495,7 +489,7 @@ def steps_figure(stem: str, **only: Any) -> Figure | str:
     ours = rows["provider"].str.startswith("kernelbook")
     rows = pd.concat([rows[ours], rows[~ours]])
     times, names = 1e3 * rows["ms"].astype(float), _without_ours(rows["provider"])
-    figure, (ax,) = new_figure(width=4.0, height=0.75 + 0.27 * len(rows))
+    figure, (ax,) = new_figure(width=4.0, height=0.75 + 0.2 * len(rows))
     colors = [BLUE if mine else GREY for mine in rows["provider"].str.startswith("kernelbook")]
     bars = ax.barh(range(len(rows)), times, color=colors, height=0.62)
     ax.bar_label(bars, labels=[f"{_microseconds(ms / 1e3)} µs" for ms in times], padding=3, fontsize=8)

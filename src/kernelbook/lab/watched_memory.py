@@ -46,9 +46,8 @@ _FOLLOWED = (
     "create_expand_dims",
 )
 _LARGEST = 2**26  # bytes of a tensor whose stores are remembered
-reached: list[
-    torch.Tensor
-] = []  # by addresses that kernels load: every launch counts as given these too, until the context ends
+# By addresses that kernels load: every launch counts as given these too, until the context ends.
+reached: list[torch.Tensor] = []
 
 
 class Bounded(int):
@@ -235,19 +234,6 @@ def watched(tiles_too: bool = False) -> Iterator[None]:
         value = interpreter._unwrap_tensor(value) if hasattr(value, "data_ptr") else value
         return [value] if isinstance(value, torch.Tensor) else []
 
-    real = {
-        name: getattr(builder, name)
-        for name in (
-            "create_masked_load",
-            "create_masked_store",
-            "create_atomic_cas",
-            "create_atomic_rmw",
-            "create_barrier",
-            "set_grid_idx",
-            "create_addptr",
-            *_FOLLOWED,
-        )
-    }
     init, convert = executor._init_args_hst, interpreter._implicit_cvt
 
     def converted(arg: Any) -> Any:
@@ -262,7 +248,7 @@ def watched(tiles_too: bool = False) -> Iterator[None]:
 
     def follow(name: str) -> Any:
         """The operation, whose result is remembered to be what comes of its operands."""
-        made, handle = real[name], interpreter.TensorHandle
+        made, handle = getattr(builder, name), interpreter.TensorHandle
         starts = name in ("get_int32", "get_null_value", "create_make_range")
         multiplies, mixes = name == "create_mul", name in ("create_mul", "create_add", "create_sub")
 
@@ -344,6 +330,7 @@ def watched(tiles_too: bool = False) -> Iterator[None]:
         "create_barrier": barrier,
         "create_addptr": addptr,
     }
+    real = {name: getattr(builder, name) for name in patches}
     with (
         mock.patch.object(executor, "_init_args_hst", init_args),
         mock.patch.object(interpreter, "_implicit_cvt", converted),

@@ -1,9 +1,12 @@
 """Calls of this room's functions, and what each promises."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch.nn import functional
 
-from kernelbook.cases import Case, Given, draw
+from kernelbook.cases import ONE_TARGET, Case, Given, draw
 from kernelbook.layer_norm.op import layer_norm, rms_norm
 from kernelbook.layer_norm.reference import layer_norm_reference, rms_norm_reference
 
@@ -46,3 +49,27 @@ CASES = {
         function=rms_norm, given=given_rms_norm, options={"residual": True}, reference=rms_norm_reference, rows=("x", "residual"), sizes=SIZES | {"residual": (False, True)}, real=REAL,
     ),
 }  # fmt: skip
+
+
+def compiled(target: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The calls that are compiled for a GPU: on one at every size at which a rule changes."""
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        for m, n in ((64, 1000), (64, 4096), (4, 4096), (64, 40000)):  # of 4 rows one program writes the sums itself
+            yield "layer_norm", {"m": m, "n": n, "dtype": dtype}
+        yield "layer_norm_with_locks", {"m": 64, "n": 4096, "dtype": dtype}
+    apart = lambda t: t.new_empty(64, 16384)[:, 3:15363] if t.ndim > 1 else t  # noqa: E731
+    yield "layer_norm", {"m": 64, "n": 15360, "bias": False, "dtype": torch.float32, "needs": ("x",), "lie": apart}
+    some = (
+        (64, 2048, 3072, 5632, 8192, 12288, 13824, 15872, 18432, 20480, 2001, 4095, 9001)
+        if target == ONE_TARGET
+        else (8192,)
+    )
+    for n in some:
+        for dtype in (torch.bfloat16, torch.float32):
+            yield "layer_norm", {"m": 64, "n": n, "dtype": dtype}
+        yield "rms_norm of a sum", {"m": 64, "n": n}
+    yield "rms_norm of a sum", {"m": 64, "n": 40000, "dtype": torch.float32}
+
+
+# What the page "Compiled" shows.
+STATED = {f"layer_norm, 4,096 x {n:,}, bfloat16": [("layer_norm", {"m": 4096, "n": n})] for n in (4096, 15872)}

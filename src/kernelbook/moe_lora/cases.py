@@ -1,10 +1,12 @@
 """Calls of this room's functions, and what each promises."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from kernelbook.cases import Case, Given, draw, draw_shares
+from kernelbook import runtime
+from kernelbook.cases import ONE_TARGET, Case, Given, draw, draw_shares
 from kernelbook.moe_lora.op import moe_lora, scatter2scatter
 from kernelbook.moe_lora.reference import moe_lora_reference, route_reference, scatter2scatter_reference
 from kernelbook.moe_lora.routing import Routing, route
@@ -22,29 +24,26 @@ def routing(**sizes: Any) -> Routing:
 
 
 def _given_base(
-    tokens: int = 4, experts: int = 3, slots: int = 2, k: int = 32, n: int = 24, skipped: float = 0.0, **options: Any
-) -> Given:
+    tokens: int = 4, experts: int = 3, slots: int = 2, k: int = 32, n: int = 24, skipped: float = 0.0,
+    kind: str | None = None, **options: Any,
+) -> Given:  # fmt: skip
+    """With weights in 4 bits of a ``kind``."""
     routed = routing(tokens=tokens, experts=experts, slots=slots, skipped=skipped)
     x = draw(routed.rows if options.get("grouped_in") else tokens, k)
-    return {"x": x, "w": draw(experts, k, n) / k**0.5, "routing": routed, **options}
+    w = weights(experts, n, k, kind=kind) if kind else draw(experts, k, n, scale=k**-0.5)
+    return {"x": x, "w": w, "routing": routed, **options}
 
 
 def given_lora(
-    rank: int = 2, bias: bool = False, gates: bool = False, kind: str | None = None, scaling: float = 0.5, **sizes: Any
-) -> Given:
-    """No LoRA where ``rank`` is zero; weights in 4 bits of a ``kind``."""
-    if gates:
-        sizes["grouped_out"] = False
-    given = _given_base(**sizes)
-    experts, k, n = given["w"].shape
-    lora = (
-        {"lora_a": draw(experts, rank, k) / k**0.5, "lora_b": draw(experts, n, rank)}
-        if rank
-        else {"lora_a": None, "lora_b": None}
-    )
-    lora |= {"bias": draw(experts, n)} if bias else {}
-    lora |= {"gates": draw_shares(*given["routing"].expert_ids.shape)} if gates else {}
-    return given | ({"w": weights(experts, n, k, kind=kind)} if kind else {}) | lora | {"scaling": scaling}
+    experts: int = 3, k: int = 32, n: int = 24, rank: int = 2, bias: bool = False, gates: bool = False,
+    scaling: float = 0.5, **sizes: Any,
+) -> Given:  # fmt: skip
+    """No LoRA where ``rank`` is zero."""
+    given = _given_base(experts=experts, k=k, n=n, **sizes | ({"grouped_out": False} if gates else {}))
+    a, b = (draw(experts, rank, k, scale=k**-0.5), draw(experts, n, rank)) if rank else (None, None)
+    given |= {"lora_a": a, "lora_b": b, "scaling": scaling}
+    given |= {"bias": draw(experts, n)} if bias else {}
+    return given | ({"gates": draw_shares(*given["routing"].expert_ids.shape)} if gates else {})
 
 
 def _lists(expert_ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, ...]:
@@ -84,7 +83,7 @@ CASES = {
     ),
     "moe_lora": Case(
         function=moe_lora, given=given_lora, options={"bias": True, "gates": True}, reference=_lora,
-        rows=("x", "routing", "gates"), what="the same with LoRA on each expert", plain={"bias": False, "gates": False},
+        rows=("x", "routing", "gates"), float32=("gates",), what="the same with LoRA on each expert", plain={"bias": False, "gates": False},
         sizes=SIZES | OPTIONS | GROUPED | {"experts": [1, 4, 7, 64], "rank": [0, 1, 8, 16]}, real=REAL,
         large={"tokens": 3, "experts": 600, "k": 2048, "n": 2048, "rank": 16},
     ),
@@ -102,3 +101,66 @@ CASES = {
         ),
     ),
 }  # fmt: skip
+
+LORA = ("x", "lora_a", "lora_b")
+
+
+def compiled(target: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The calls that are compiled for a GPU: on one at every size at which a rule changes. Those of one packed matrix too."""
+    every = target == ONE_TARGET
+    large = {
+        "tokens": 512,
+        "experts": 4,
+        "k": 2048,
+        "n": 1536,
+        "rank": 16,
+        "bias": False,
+        "gates": False,
+        "needs": LORA,
+    }
+    gated = {"grouped_in": True, "bias": True, "gates": True, "needs": (*LORA, "bias", "gates")}
+    odd = gated | {"k": 333, "n": 257, "rank": 3, "dtype": torch.float16}
+    for strategy in ("fused", "split"):
+        way = large | {"strategy": strategy}
+        for rank in (8, 16, 32, 64, 100) if every else (64,):
+            yield "moe_lora", way | {"rank": rank}
+        yield "moe_lora", way | gated | {"k": 768, "n": 2048}
+        for tokens in (2, 16, 32) if every else ():
+            yield "moe_lora", way | {"tokens": tokens}
+        yield "moe_lora", way | {"k": 72, "n": 40, "rank": 3, "dtype": torch.float32}
+    yield "moe_lora", large | odd | {"strategy": "split"}
+    yield "scatter2scatter", {"tokens": 512, "experts": 4, "k": 256, "n": 384}
+    yield "moe_lora_recomputed", {"tokens": 512, "experts": 4, "k": 256, "n": 384, "rank": 16, "needs": LORA}
+    packed = {"experts": 4, "k": 512, "n": 384, "kind": "64 double"}
+    for dtype in (torch.bfloat16, torch.float32):
+        for tokens in (2, 20, 100, 1000):
+            for kind in ("16 double", "64 double"):
+                yield "scatter2scatter", packed | {"tokens": tokens, "kind": kind, "dtype": dtype}
+            yield "moe_lora in 4 bits", packed | {"tokens": tokens, "rank": 64, "strategy": "split", "dtype": dtype}
+    apart = lambda t: t.new_empty(100, 328)[:, :320]  # noqa: E731
+    yield (
+        "scatter2scatter",
+        packed | {"tokens": 100, "k": 320, "n": 200, "lie": apart},
+    )  # rows and sums of no multiple of 16
+    yield "scatter2scatter", {"tokens": 9, "experts": 4, "k": 36, "n": 24, "kind": "32 double", "needs": ()}
+    yield "moe_lora", large | {"within": runtime.same_bits}
+    yield "moe_lora", large | odd | {"within": runtime.same_bits}
+    yield "moe_lora in 4 bits", packed | {"tokens": 100, "rank": 16, "within": runtime.same_bits}
+    one: dict[str, Any] = {"experts": 4, "needs": ()}
+    for m in (1, 5) if every else ():  # what fills its tiles, and what does not
+        for k, kind in ((2048, "64 double"), (2112, "4096 double")):
+            yield "nf4_matmul", one | {"m": m, "n": 4096, "k": k, "kind": kind}
+    for kind in ("64 double", "4096 double") if every else ():
+        yield "nf4_matmul", one | {"m": 16, "n": 16384, "k": 2112, "kind": kind}
+    for m in (16, 32, 64) if every else ():  # with parts of K, and without
+        for n, k, kind in ((4096, 2112, "64 double"), (14336, 2048, "4096 double")):
+            yield "nf4_matmul", one | {"m": m, "n": n, "k": k, "kind": kind}
+
+
+# What the page "Compiled" shows.
+BLOCK = {"tokens": 2048, "experts": 128, "slots": 8, "k": 2048, "n": 1536, "rank": 16, "bias": False, "gates": False}
+STATED = {
+    "moe_lora, 128 experts, 2,048 to 1,536, 8 of them for each of 2,048 tokens, rank 16, bfloat16": [
+        ("moe_lora", BLOCK | {"needs": LORA})
+    ]
+}

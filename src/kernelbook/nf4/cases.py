@@ -1,5 +1,6 @@
 """Calls of this room's functions, and what each promises."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -62,3 +63,27 @@ CASES = {
         sizes={"m": (1, 33), "n": (1, 257), "k": (1, 257), "kind": KINDS[:3]},
     ),
 }  # fmt: skip
+
+
+def compiled(target: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The calls that are compiled for a GPU."""
+    for more in ("", " double"):
+        for dtype in (torch.bfloat16, torch.float32):
+            for n, k in ((64, 256), (33, 33)):
+                yield "nf4_dequantize", {"e": 2, "n": n, "k": k, "kind": "64" + more, "dtype": dtype}
+        yield "nf4_dequantize", {"e": 2, "n": 64, "k": 256, "kind": "4096" + more, "every": True}
+        for m in (1, 2, 4, 8, 16, 40, 64):
+            for n in (1024, 4096) if m <= 8 else (1024,):
+                sizes = {"m": m, "experts": 2, "n": n, "k": 256, "kind": "64" + more, "needs": ()}
+                yield "nf4_matmul", sizes | {"expert": torch.tensor(1)}
+    for block_size in (32, 64, 4096):
+        yield "nf4_quantize", {"m": 2, "n": 4096, "block_size": block_size}
+
+
+# What the page "Compiled" shows.
+STATED = {
+    "nf4_dequantize, 256 experts of 1,024 x 2,048, bfloat16; nf4_matmul, one token": [
+        ("nf4_dequantize", {"e": 256, "n": 1024, "k": 2048}),
+        ("nf4_matmul", {"m": 1, "experts": 1, "n": 14336, "k": 4096, "expert": 0, "needs": ()}),
+    ]
+}

@@ -29,7 +29,7 @@ class NF4Parametrization(torch.nn.Module):
     """
 
     PARTS = ("absmax", "code", "nested_absmax", "nested_code", "nested_offset")
-    transposed = False  # also of what was pickled before
+    transposed = False
     host: Any = None  # who copies it to the device where it is offloaded (nn/offload.py), and its layer's number there
     layer = 0
 

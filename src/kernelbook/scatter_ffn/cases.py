@@ -1,9 +1,12 @@
 """Calls of this room's functions, and what each promises."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 
 from kernelbook import runtime
-from kernelbook.cases import Case, Given, draw
+from kernelbook.cases import ONE_TARGET, Case, Given, draw
 from kernelbook.scatter_ffn.op import gather_matmul, scatter_ffn
 from kernelbook.scatter_ffn.reference import gather_matmul_reference, scatter_ffn_reference
 
@@ -24,13 +27,13 @@ def _given_matrix(
 
 def given_network(
     m: int = 4, k: int = 32, n: int = 9, k_out: int = 24, count: int = 3, activation: str = "silu",
-    gated: bool = True, biases: bool = False,
+    gated: bool = True, biases: bool = False, **options: Any,
 ) -> Given:  # fmt: skip
-    network = {"x": draw(m, k), "w_up": draw(n, k) / k**0.5, "w_down": draw(n, k_out) / n**0.5}
-    network |= {"w_gate": draw(n, k) / k**0.5} if gated else {}
+    network = {"x": draw(m, k), "w_up": draw(n, k, scale=k**-0.5), "w_down": draw(n, k_out, scale=n**-0.5)}
+    network |= {"w_gate": draw(n, k, scale=k**-0.5)} if gated else {}
     network |= {"b_up": draw(n), "b_down": draw(k_out)} if biases else {}
     network |= {"b_gate": draw(n)} if biases and gated else {}
-    return network | {"neurons": _rows(n, count), "activation": activation}
+    return network | {"neurons": _rows(n, count), "activation": activation} | options
 
 
 SIZES = {"m": (0, 128), "k": (1, 257), "n": (1, 512), "count": (0, 257)}
@@ -60,3 +63,41 @@ CASES = {
         options={"gated": False, "biases": True, "activation": "gelu"},
     ),
 }  # fmt: skip
+
+WEIGHTS = ("x", "w_up", "w_down")
+# Tokens, listed neurons, gate: some, and every tile that the rules choose.
+SOME = ((1, 1000, 0), (16, 1000, 1), (128, 5000, 1), (1024, 5000, 0))
+EVERY = (
+    (1, 100, 0), (1, 1000, 1), (1, 6000, 0), (16, 100, 0), (16, 1000, 1), (16, 3000, 0), (16, 6000, 1), (32, 1000, 0),
+    (64, 1000, 1), (64, 6000, 0), (128, 1000, 1), (128, 6000, 0), (128, 6000, 1), (256, 1000, 0), (256, 6000, 1),
+    (512, 6000, 0), (1024, 1000, 1), (1024, 6000, 0),
+)  # fmt: skip
+
+
+def compiled(target: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The calls that are compiled for a GPU: on one at every size at which a rule changes."""
+    wide = {"k": 4096, "n": 6000, "k_out": 4096}
+    for m, count, gated in EVERY if target == ONE_TARGET else SOME:
+        yield "scatter_ffn", wide | {"m": m, "count": count, "gated": bool(gated), "needs": ()}
+    yield (
+        "scatter_ffn",
+        wide | {"m": 2, "count": 30, "biases": True, "activation": "gelu_tanh", "needs": (*WEIGHTS, "w_gate")},
+    )
+    for dtype in (torch.float32, torch.float64):
+        for m in (1, 4, 5):
+            more = {"m": m, "count": 1000, "gated": False, "activation": "gelu", "dtype": dtype, "needs": WEIGHTS}
+            yield "scatter_ffn", wide | more
+    apart = lambda t: t.new_empty(len(t), 4096)[:, 1:4000]  # noqa: E731
+    one = {"m": 1, "k": 3999, "n": 6000, "count": 30, "activation": None, "dtype": torch.float16}
+    yield "gather_matmul", one | {"needs": (), "lie": apart}
+    for block_l in (16, 128):
+        more = {"m": 16, "count": 30, "activation": "relu", "block_l": block_l, "needs": ()}
+        yield "scatter_ffn_with_atomics", wide | more
+
+
+# What the page "Compiled" shows.
+WIDE = {"k": 4096, "n": 16384, "k_out": 4096, "count": 1638, "gated": False, "activation": "relu", "needs": ()}
+STATED = {
+    f"scatter_ffn, {m} tokens, 10% of 16,384 neurons, 4,096 wide, bfloat16": [("scatter_ffn", WIDE | {"m": m})]
+    for m in (1, 16, 128)
+}

@@ -1,12 +1,16 @@
 """Calls of this room's functions, and what each promises."""
 
+import functools
 import math
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 
 from kernelbook import check, runtime
-from kernelbook.cases import Case, Given, draw
+from kernelbook.cases import ONE_TARGET, Case, Given, draw
+from kernelbook.sparse_linear import kernels
 from kernelbook.sparse_linear.op import sparse_backward, sparse_dw, sparse_dx, sparse_forward, sparse_linear
 from kernelbook.sparse_linear.reference import (
     sparse_dw_reference,
@@ -16,25 +20,27 @@ from kernelbook.sparse_linear.reference import (
 )
 
 
-def active_chunks(d_out: int, chunk: int, share: float) -> Given:
-    """A share of the chunks, in any order."""
-    count = -(-d_out // chunk)
-    active = torch.randperm(count, device=runtime.DEVICE)[: math.ceil(share * count)]
+def active_chunks(d_out: int, chunk: int, share: float, count: int | None = None) -> Given:
+    """A share of the chunks, or so many, in any order."""
+    every = -(-d_out // chunk)
+    active = torch.randperm(every, device=runtime.DEVICE)[: math.ceil(share * every) if count is None else count]
     return {"active_chunks": active, "chunk_size": chunk}
 
 
 def given_layer(
-    m: int = 4, d_in: int = 32, d_out: int = 48, chunk: int = 16, share: float = 0.5, bias: bool = True, **options: Any
-) -> Given:
+    m: int = 4, d_in: int = 32, d_out: int = 48, chunk: int = 16, share: float = 0.5, count: int | None = None,
+    bias: bool = True, **options: Any,
+) -> Given:  # fmt: skip
     tensors = {"x": draw(m, d_in), "weight": draw(d_out, d_in), "bias": draw(d_out) if bias else None}
-    return tensors | active_chunks(d_out, chunk, share) | options
+    return tensors | active_chunks(d_out, chunk, share, count) | options
 
 
 def _given_parts(
-    names: str, m: int = 4, d_in: int = 32, d_out: int = 48, chunk: int = 16, share: float = 0.5, **options: Any
-) -> Given:
+    names: str, m: int = 4, d_in: int = 32, d_out: int = 48, chunk: int = 16, share: float = 0.5,
+    count: int | None = None, **options: Any,
+) -> Given:  # fmt: skip
     shapes = {"x": (m, d_in), "weight": (d_out, d_in), "dy": (m, d_out)}
-    return {n: draw(*shapes[n]) for n in names.split()} | active_chunks(d_out, chunk, share) | options
+    return {n: draw(*shapes[n]) for n in names.split()} | active_chunks(d_out, chunk, share, count) | options
 
 
 def _backward(x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor, compact: bool = False, **given: Any) -> Any:
@@ -82,3 +88,34 @@ CASES = {
         function=sparse_forward, given=given_layer, options={"bias": False, "compact": True}, reference=sparse_forward_reference, sizes=SIZES,
     ),
 }  # fmt: skip
+
+# Rows, inputs, features, active chunks, chunk size: the largest tiles; then also the three smaller ones (the smallest with a
+# split reduction), and ordinary loads.
+SOME = ((8192, 4096, 16384, 26, 64), (2048, 512, 2048, 1, 64))
+EVERY = (
+    *SOME, (2048, 1024, 4096, 6, 64), (2048, 4096, 16384, 26, 64), (2048, 1024, 4096, 8, 48), (8192, 4096, 16384, 36, 48),
+    (2048, 2048, 8192, 17, 48),
+)  # fmt: skip
+
+
+def compiled(target: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The calls that are compiled for a GPU: on one at every size at which a rule changes.
+
+    With ordinary loads in the largest tiles too, which some compact tensors get.
+    """
+    unboxed = functools.partial(mock.patch.object, kernels, "UNBOXED_FLOP", float("inf"))
+    plain: dict[str, Any] = {"needs": (), "within": unboxed}
+    for problem in EVERY if target == ONE_TARGET else SOME:
+        sizes = dict(zip(("m", "d_in", "d_out", "count", "chunk"), problem, strict=True))
+        yield "sparse_backward", plain | sizes
+    large = plain | {"m": 8192, "d_in": 4096, "d_out": 16384, "count": 26, "chunk": 64}
+    yield "sparse_dx", large
+    yield "sparse_forward", large
+    yield "sparse_forward, compact", large | {"m": 64}
+    more = {"m": 512, "d_in": 512, "d_out": 2048, "count": 3, "chunk": 64, "dtype": torch.float32}
+    yield "sparse_dw", plain | more
+
+
+# What the page "Compiled" shows.
+LAYER = {"m": 8192, "d_in": 4096, "d_out": 16384, "count": 26, "chunk": 64, "needs": ()}
+STATED = {"sparse_backward, 8,192 x 4,096 to 16,384, 10% active, bfloat16": [("sparse_backward", LAYER)]}

@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from typing import Any
 
 import torch
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only, tree_unflatten
 
 from kernelbook import runtime
 from kernelbook.nn.offload import join_copies
@@ -549,34 +550,28 @@ def _place_of(tensor: torch.Tensor) -> tuple[Hashable, ...]:
 
 def why_not_capturable(*values: Any) -> str | None:
     """Return in words what of ``values`` can neither stay at its address nor be a part of a graph; ``None`` if all can."""
-    for path, value in _leaves(values):
+    given = [dict(value) if isinstance(value, Mapping) else value for value in values]
+    for path, value in tree_flatten_with_path(given)[0]:
+        at = keystr(path[1:])
         if isinstance(value, torch.Tensor):
             if value.layout is not torch.strided or value.is_nested or value.is_quantized or value.requires_grad:
-                return (
-                    f"the batch has a tensor that is sparse, nested, quantized or wants a gradient, at {_spelled(path)}"
-                )
+                return f"the batch has a tensor that is sparse, nested, quantized or wants a gradient, at {at}"
         elif type(value) not in _PLAIN and not isinstance(value, enum.Enum):
-            return (
-                f"the batch has a {type(value).__module__}.{type(value).__name__} at {_spelled(path)}: neither a tensor nor a "
-                f"plain value"
-            )
+            kind = f"{type(value).__module__}.{type(value).__name__}"
+            return f"the batch has a {kind} at {at}: neither a tensor nor a plain value"
     return None
-
-
-def _spelled(path: tuple[Any, ...]) -> str:
-    return "".join(f"[{part!r}]" for part in path[1:])
 
 
 def moved(value: Any, device: torch.device) -> Any:
     """``value`` with its tensors on ``device``."""
-    return _with(value, {path: t.to(device) for path, t in _leaves(value) if isinstance(t, torch.Tensor)})
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), value)
 
 
 class FixedInputs:
     """The tensors of a batch at addresses that stay, one set for each kind of batch; see :func:`keep` for how many there are."""
 
     def __init__(self) -> None:
-        self._sets: dict[Hashable, tuple[int, dict[Path, torch.Tensor]]] = {}
+        self._sets: dict[Hashable, tuple[int, list[torch.Tensor]]] = {}
         self._made = 0
 
     def __call__(
@@ -586,57 +581,22 @@ class FixedInputs:
 
         Tensors may stand in dictionaries, lists, tuples and named tuples. Every other value is hashable.
         """
-        given = (tuple(args), dict(kwargs))
-        tensors = {path: value for path, value in _leaves(given) if isinstance(value, torch.Tensor)}
-        kind = ("batch", (_kind_of(given[0]), _kind_of(given[1])))
+        found, shape = tree_flatten_with_path((tuple(args), dict(kwargs)))
+        kinds = [(keystr(path[1:]), _kind_of(value)) for path, value in found]
+        kind = ("batch", (("structure", str(shape)), *kinds))
+        tensors = [value for _, value in found if isinstance(value, torch.Tensor)]
         if kind not in self._sets:
             self._made += 1
-            self._sets[kind] = self._made, {path: torch.empty_like(t, device=device) for path, t in tensors.items()}
+            self._sets[kind] = self._made, [torch.empty_like(t, device=device) for t in tensors]
         number, own = self._sets[kind]
         keep(self._sets, kind, (number, own))
-        for path, t in tensors.items():
+        for mine, t in zip(own, tensors, strict=True):
             # Its owner may fill pinned memory anew as soon as we return; of other memory CUDA takes a copy by itself.
-            source = t.detach().clone() if t.is_pinned() else t.detach()
-            own[path].copy_(source, non_blocking=True)
-        return (kind, number), *_with(given, own)
+            mine.copy_(t.detach().clone() if t.is_pinned() else t.detach(), non_blocking=True)
+        fixed = iter(own)
+        leaves = [next(fixed) if isinstance(value, torch.Tensor) else value for _, value in found]
+        return (kind, number), *tree_unflatten(leaves, shape)
 
 
-Path = tuple[Any, ...]
-
-
-def _kind_of(value: Any) -> tuple[Any, ...]:
-    """Types, shapes and plain values."""
-    if isinstance(value, Mapping):
-        return dict, tuple((name, _kind_of(part)) for name, part in value.items())
-    if _is_sequence(value):
-        return type(value), tuple(map(_kind_of, value))
-    if isinstance(value, torch.Tensor):
-        return value.shape, value.dtype
-    return type(value), value
-
-
-def _is_sequence(value: Any) -> bool:
-    """Return whether it is a list, a tuple or a named tuple, all of whose parts it is made of."""
-    return type(value) in (list, tuple) or (type(value).__bases__ == (tuple,) and hasattr(value, "_fields"))
-
-
-def _leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Return what stands in nested dictionaries, lists and tuples, and where."""
-    if isinstance(value, Mapping):
-        for name, part in value.items():
-            yield from _leaves(part, (*path, name))
-    elif _is_sequence(value):
-        for i, part in enumerate(value):
-            yield from _leaves(part, (*path, i))
-    else:
-        yield path, value
-
-
-def _with(value: Any, tensors: Mapping[Path, torch.Tensor], path: Path = ()) -> Any:
-    """``value`` with other tensors in these places."""
-    if isinstance(value, Mapping):
-        return {name: _with(part, tensors, (*path, name)) for name, part in value.items()}
-    if _is_sequence(value):
-        parts = [_with(part, tensors, (*path, i)) for i, part in enumerate(value)]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    return tensors.get(path, value)
+def _kind_of(value: Any) -> Hashable:
+    return (value.shape, value.dtype) if isinstance(value, torch.Tensor) else (type(value), value)

@@ -276,6 +276,7 @@ class CapturedStep:
         Tensors may lie on the host; they are copied.
         """
         self._autocast()  # raises
+        args = tuple(dict(value) if isinstance(value, Mapping) else value for value in args)
         kwargs = self._padded(args, kwargs)
         first, last = self._micro == 0, self._micro == self.accumulate - 1
         self._settle_lrs()

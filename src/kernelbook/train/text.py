@@ -73,12 +73,8 @@ class Corpus:
 
         ordered = sorted(self.documents, key=lambda document: place(document[0]))
         held_out = {name for name, _ in ordered if place(name) < VALIDATION_SHARE} or {ordered[0][0]}
-        parts = (
-            tuple(document for document in self.documents if (document[0] in held_out) == wanted)
-            for wanted in (False, True)
-        )
-        training, validation = (Corpus(part) for part in parts)
-        return training, validation
+        training = tuple(document for document in self.documents if document[0] not in held_out)
+        return Corpus(training), Corpus(tuple(document for document in self.documents if document[0] in held_out))
 
 
 def _topics() -> Iterable[tuple[str, str]]:
@@ -104,20 +100,13 @@ def _sources() -> Iterable[tuple[str, str]]:
 
 
 def _sections(name: str, text: str) -> list[tuple[str, str]]:
-    """Return one file as documents: runs of paragraphs of about a twentieth of it, since a split needs something to part."""
+    """Return one file as some forty documents, runs of paragraphs, since a split needs something to part."""
     paragraphs = text.split("\n\n")
     if len(paragraphs) < 2:
         raise ValueError(f"Corpus: text must have at least two paragraphs (with an empty line between), got {name}")
-    size = max(1, len(text) // 40)
-    sections: list[list[str]] = [[]]
-    for paragraph in paragraphs:
-        if sections[-1] and sum(map(len, sections[-1])) >= size:
-            sections.append([])
-        sections[-1].append(paragraph)
-    if len(sections) == 1:
-        half = len(paragraphs) // 2
-        sections = [paragraphs[:half], paragraphs[half:]]
-    return [(f"{name}/{i:05d}", "\n\n".join(section) + "\n\n") for i, section in enumerate(sections)]
+    size = max(1, len(paragraphs) // 40)
+    parts = [paragraphs[i : i + size] for i in range(0, len(paragraphs), size)]
+    return [(f"{name}/{i:05d}", "\n\n".join(part) + "\n\n") for i, part in enumerate(parts)]
 
 
 # --- byte pairs -----------------------------------------------------------------------------------------------------
