@@ -33,6 +33,7 @@ from kernelbook import check, launch, nn, operators, runtime
 from kernelbook.cases import Case, Given, collect, draw, floats, ids
 from kernelbook.distributed.exchange import exchange
 from kernelbook.interop import transformers as interop
+from kernelbook.lab import timing
 from kernelbook.nn.cases import routed
 from kernelbook.train import ChunkAdamW, TrainConfig
 from kernelbook.train.chunks import chunk_norms
@@ -106,7 +107,9 @@ def test_results_and_gradients_are_right(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("name", "i"), [(n, i) for n, c in COMPARED.items() for i in range(len(c.real))])
 def test_real_sizes(name: str, i: int, dtype: torch.dtype) -> None:
     case = COMPARED[name]
-    case.check(case.of(dtype, **case.real[i]))
+    for tf32 in (False, True) if dtype == torch.float32 else (False,):
+        with timing.allow_tf32(tf32):
+            case.check(case.of(dtype, **case.real[i]))
 
 
 @pytest.mark.gpu
