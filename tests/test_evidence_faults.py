@@ -38,4 +38,4 @@ def test_verdicts() -> None:
     assert faults.chosen(told, faults.reaching()[wrong.function]) == ["one"]
     notices = "tests/test_evidence_kernels.py::test_the_mean_is_corrected_by_what_rounding_took_from_it"
     assert faults.shown(wrong, [notices], 200.0)[0] == "killed"
-    assert faults.shown(wrong, ["tests/test_house.py::test_users_see_the_types"], 200.0) == ("survived", "1 tests")
+    assert faults.shown(wrong, ["tests/test_house.py::test_runtime_comes_first"], 200.0) == ("survived", "1 tests")
