@@ -2,7 +2,9 @@
 
 import ast
 import dataclasses
+import types
 from pathlib import Path
+from typing import Any
 
 import kernelbook  # noqa: F401
 
@@ -216,6 +218,23 @@ def test_the_text_of_a_function_is_a_file() -> None:
         judge_source.text_of(lambda x: x)
     with pytest.raises(ValueError, match="a function or a file, got int"):
         judge_source.text_of(3)
+
+
+def test_a_function_of_autograd_in_a_notebook_is_a_file(tmp_path: Path) -> None:
+    """Python finds no text of a class in a cell: its module has no file."""
+    cell = tmp_path / "cell.py"
+    cell.write_text(
+        "import torch\n\n\nclass Double(torch.autograd.Function):\n    @staticmethod\n    def forward(ctx, x):\n        return 2 * x\n\n"
+        "    @staticmethod\n    def backward(ctx, dy):\n        return 2 * dy\n\n\ndef double(x):\n    return Double.apply(x)\n"
+    )
+    main = types.ModuleType("__main__")
+    exec(compile(cell.read_text(), str(cell), "exec"), vars(main))  # noqa: S102
+    names: dict[str, Any] = {}
+    for solution, name in ((main.double, "double"), (main.Double.apply, "apply")):
+        exec(judge_source.text_of(solution), names)  # noqa: S102
+        x = torch.ones(3, requires_grad=True)
+        names[name](x).sum().backward()
+        assert x.grad is not None and x.grad.tolist() == [2.0] * 3
 
 
 def test_what_the_failing_case_printed_is_shown_and_warnings_are_not(tmp_path: Path) -> None:

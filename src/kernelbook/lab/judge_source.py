@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import builtins
 import contextlib
 import inspect
+import linecache
 import math
 import symtable
 import sys
@@ -60,8 +62,24 @@ def _global_names(table: symtable.SymbolTable) -> Iterator[str]:
         yield from _global_names(child)
 
 
+def _source(base: Any) -> tuple[str, dict[str, Any]]:
+    """The text of a function or a class, and the names around it. A notebook's class has a file by its methods alone."""
+    if not isinstance(base, type):
+        return textwrap.dedent(inspect.getsource(base)), base.__globals__
+    with contextlib.suppress(OSError, TypeError):
+        return textwrap.dedent(inspect.getsource(base)), vars(sys.modules[base.__module__])
+    methods = [getattr(value, "__func__", value) for value in vars(base).values()]
+    for method in filter(inspect.isfunction, methods):
+        lines = linecache.getlines(method.__code__.co_filename, method.__globals__)
+        for node in ast.parse("".join(lines)).body:
+            if isinstance(node, ast.ClassDef) and node.name == base.__name__:
+                first = min(part.lineno for part in (node, *node.decorator_list))
+                return "".join(lines[first - 1 : node.end_lineno]), method.__globals__
+    raise OSError(base.__name__)
+
+
 def text_of(function: Any) -> str:
-    """The text of a file with ``function``, with the kernels, functions and constants that it uses, in their order.
+    """The text of a file with ``function``, which may be the ``apply`` of an ``autograd.Function``, with the kernels, functions and constants that it uses, in their order.
 
     Raises ``ValueError`` where it uses something that a file could not have: a lambda, a function within a function, a tensor.
     """
@@ -91,11 +109,10 @@ def text_of(function: Any) -> str:
         if base.__name__ == "<lambda>" or "<locals>" in base.__qualname__:
             raise ValueError(f"judge: {name} must be defined at the top level of a cell or a file")
         try:
-            text = textwrap.dedent(inspect.getsource(base))
-        except (OSError, TypeError):
+            text, scope = _source(base)
+        except (OSError, SyntaxError, TypeError):
             raise ValueError(f"judge: the text of {name} cannot be found") from None
         parts[name] = ""  # a function may call itself
-        scope = base.__globals__ if isinstance(base, types.FunctionType) else sys.modules[base.__module__].__dict__
         for wanted in _global_names(symtable.symtable(text, name, "exec")):
             if wanted in scope:
                 take(wanted, scope[wanted], name)
@@ -103,7 +120,12 @@ def text_of(function: Any) -> str:
         parts[name] = text.rstrip() + (f"\n\n\n{name} = {base.__name__}" if name != base.__name__ else "")
 
     base = base_of(function)
-    if not isinstance(base, types.FunctionType):
+    owner = getattr(base, "__self__", None)
+    if isinstance(owner, type) and isinstance(base, types.MethodType):
+        define(owner.__name__, owner)
+        parts[base.__name__] = f"{base.__name__} = {owner.__name__}.{base.__name__}"
+    elif isinstance(base, types.FunctionType):
+        define(base.__name__, base)
+    else:
         raise ValueError(f"judge: a solution must be a function or a file, got {type(function).__name__}")
-    define(base.__name__, base)
     return "\n".join(imports) + "\n\n\n" + "\n\n\n".join(parts.values()) + "\n"
