@@ -163,9 +163,8 @@ TILES = (
 
 def table(reports: Path) -> pd.DataFrame:
     """The table of the page: what users get at the stated sizes."""
-    stated = sorted(
-        [*((room, call) for room, calls in OF_ROOMS.items() for call in calls), *(("train", c) for c in STATED)]
-    )
+    of_rooms = OF_ROOMS | {"train": STATED}
+    stated = [(room, call) for room in sorted(of_rooms) for call in of_rooms[room]]
     found: list[list[CompiledKernel]] = [[] for _ in stated]
     for alike in ([name for name in runtime.TARGETS if name != "sm_75"], ["sm_75"]):
         codes = [code_of(room, alike[0], call) for room, call in stated]
