@@ -73,7 +73,7 @@ def _source(base: Any) -> tuple[str, dict[str, Any]]:
         lines = linecache.getlines(method.__code__.co_filename, method.__globals__)
         for node in ast.parse("".join(lines)).body:
             if isinstance(node, ast.ClassDef) and node.name == base.__name__:
-                first = min(part.lineno for part in (node, *node.decorator_list))
+                first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
                 return "".join(lines[first - 1 : node.end_lineno]), method.__globals__
     raise OSError(base.__name__)
 
