@@ -59,7 +59,10 @@ def read_layer(module: torch.nn.Module, names: Sequence[str]) -> list[NF4Tensor]
     stacks: Any = getattr(module, "parametrizations", None)
     if stacks is None or any(name not in stacks or getattr(stacks[name][0], "host", None) is None for name in names):
         return None
-    return stacks[names[0]][0].host.read(module)  # type: ignore[no-any-return]
+    host = stacks[names[0]][0].host
+    if torch.compiler.is_compiling():  # not at import: that brings the compiler, and a CUDA context with it
+        return torch._dynamo.disable(host.read)(module)  # type: ignore[no-any-return]
+    return host.read(module)  # type: ignore[no-any-return]
 
 
 def join_copies() -> None:
@@ -127,7 +130,6 @@ class _HostLayers:
             setattr(part, BRING_BACK, functools.partial(self._bring_back, index))
         return dataclasses.replace(stack[0].tensor(stack.original), **parts)
 
-    @torch.compiler.disable
     def read(self, module: Any) -> list[NF4Tensor]:
         """Return the weights of one of the modules, which are copied unless they are there already."""
         if not self.weights:
