@@ -45,6 +45,7 @@ _FOLLOWED = (
     "create_broadcast",
     "create_expand_dims",
 )
+_FAR = 2**48  # bytes: more than any memory
 _LARGEST = 2**26  # bytes of a tensor whose stores are remembered
 # By addresses that kernels load: every launch counts as given these too, until the context ends.
 reached: list[torch.Tensor] = []
@@ -110,11 +111,13 @@ class _Watch:
         if index >= 0 and high + size <= self.regions[index].end:
             return self.regions[index]
         where = self.regions[index] if index >= 0 else None
-        inside = (
-            "no tensor of this launch begins before it"
-            if where is None
-            else f"the tensor that begins before it has {where.end - where.start} bytes, this is byte {high - where.start}"
-        )
+        byte = high - where.start if where is not None else 0
+        if where is None:
+            inside = "no tensor of this launch begins before it"
+        elif byte > _FAR:
+            inside = "its offset is no number that anybody set: does an index come from a masked load without other=?"
+        else:
+            inside = f"the tensor that begins before it has {where.end - where.start} bytes, this is byte {byte}"
         raise WrongAccessError(f"watched: {what} of {size} bytes out of bounds: {inside}", "mask")
 
     def _sees(self, program: int, epoch: int) -> bool:
