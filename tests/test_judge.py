@@ -26,7 +26,7 @@ from kernelbook.lab.judge import TASKS, Task, judge
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
-UNUSUAL = HERE / "solutions" / "unusual.py"
+CHEATS, UNUSUAL = HERE / "solutions" / "cheats.py", HERE / "solutions" / "unusual.py"
 SOLUTIONS = {
     node.name: path
     for path in [*sorted((HERE / "solutions").glob("*.py")), ROOT / "book" / "solutions" / "rms_norm.py"]
@@ -77,6 +77,11 @@ def test_a_mistake_is_found_whatever_is_drawn(name: str, tmp_path: Path) -> None
         found = judge(tmp_path / "mistake.py", MISTAKES[name][0], gpu=False, seed=seed)
         assert not found.right
         assert str(found) == str(judge(tmp_path / "mistake.py", MISTAKES[name][0], gpu=False, seed=seed))
+
+
+@pytest.mark.parametrize("name", _tasks_of(CHEATS))
+def test_a_cheat_is_refused(name: str) -> None:
+    assert not judge(CHEATS, dataclasses.replace(TASKS[_tasks_of(CHEATS)[name]], name=name), gpu=False, seed=5).right
 
 
 @pytest.mark.parametrize("name", _tasks_of(UNUSUAL))

@@ -12,6 +12,8 @@ import torch
 
 from kernelbook import check, runtime
 from kernelbook.lab import measured, plots, record, timing
+from kernelbook.lab.judge import judge
+from kernelbook.lab.tasks import Task
 
 __all__ = [
     "Steps",
@@ -21,6 +23,7 @@ __all__ = [
     "backward_of",
     "beside",
     "compiler_table",
+    "exercise",
     "in_words",
     "keep_counts",
     "own_rows",
@@ -313,3 +316,8 @@ def attention_rates(mode: str) -> str:
     table.columns = pd.Index([in_words(shape) for shape in table.columns])
     cells = table.map(lambda rate: "" if pd.isna(rate) else f"{rate:.0f}").reset_index(names="TFLOP/s")
     return str(cells.to_markdown(index=False, disable_numparse=True, colalign=["left", *["right"] * table.shape[1]]))
+
+
+def exercise(answer: Any, task: str | Task) -> None:
+    """Prints the judgement of an answer, or that there is none yet: the last line of an exercise's cell."""
+    print("Not written yet." if answer is None else judge(answer, task))

@@ -25,6 +25,7 @@ NEEDS = {"profile": (("tabulate",), "lab"), "check-model": (("transformers",), "
 def judge(file: Path | None, name: str | None, hints: int, seed: int | None) -> int:
     """Judges a file, shows a task, or lists the tasks; 0 if it is right, 1 if not, 2 if there is nothing to judge."""
     from kernelbook.lab import judge as judging
+    from kernelbook.lab import tasks
 
     try:
         if name is not None:
@@ -41,7 +42,7 @@ def judge(file: Path | None, name: str | None, hints: int, seed: int | None) -> 
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    for one in judging.TASKS.values():
+    for one in tasks.TASKS.values():
         print(f"{one.name:18} {one.says}")
     return 0
 

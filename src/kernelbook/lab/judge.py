@@ -41,12 +41,11 @@ import torch
 
 from kernelbook import check, runtime
 from kernelbook.lab import judge_source, tasks, timing
+from kernelbook.lab.judge_worker import RefusedError
 from kernelbook.lab.tasks import TASKS, Draw, Task
 
 # isort: split
 import triton
-
-__all__ = ["HINTS", "TASKS", "Draw", "Judgement", "Task", "exercise", "judge"]
 
 SECONDS = 120.0  # for one message to the other process and its answer
 NOT_JUDGED = ("rule", "load")  # kinds of refusals
@@ -159,14 +158,6 @@ def _server(how: str) -> _Server:
     return _servers[how]
 
 
-class _WrongError(Exception):
-    """Why a solution is not right, in a sentence, and what kind of failure that is."""
-
-    def __init__(self, told: str, kind: str = "") -> None:
-        super().__init__(told)
-        self.kind = kind
-
-
 class _Solution:
     """A solution at work in a process of its own; one message is sent, and its answer read, before the next."""
 
@@ -191,12 +182,12 @@ class _Solution:
     def answer(self) -> dict[str, Any]:
         try:
             if not self.channel.poll(SECONDS):
-                raise _WrongError(f"it did not answer within {SECONDS:.0f} seconds")
+                raise RefusedError(f"it did not answer within {SECONDS:.0f} seconds")
             answer = pickle.loads(self.channel.recv_bytes())
         except (EOFError, OSError):
-            raise _WrongError("its process ended: a crash, or a limit on time or memory") from None
+            raise RefusedError("its process ended: a crash, or a limit on time or memory") from None
         if "refused" in answer:
-            raise _WrongError(answer["refused"], answer["kind"])
+            raise RefusedError(answer["refused"], answer["kind"])
         return answer
 
     def ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -305,7 +296,7 @@ class _Asked:
         base, base_grads = check._run(self.task.peer or self.task.reference, given[0], None, given[1], grads)
         ours: list[torch.Tensor] = result["outputs"]
         if len(ours) != len(truth):
-            raise _WrongError(f"it returned {len(ours)} tensors where {len(truth)} were expected", "return")
+            raise RefusedError(f"it returned {len(ours)} tensors where {len(truth)} were expected", "return")
         names = ["the result"] if len(truth) == 1 else [f"result {i}" for i in range(len(truth))]
         by = [f"the gradient by {name}" for name in grads]
         forward = zip(names, ours, truth, base, strict=True)
@@ -326,15 +317,15 @@ class _Found:
     def of(name: str, out: torch.Tensor, truth: torch.Tensor, base: torch.Tensor, factor: float) -> _Found:
         """Compares; raises for what no number describes: shape, dtype, integers, NaN."""
         if out.shape != truth.shape:
-            raise _WrongError(f"{name} has shape {tuple(out.shape)}, expected {tuple(truth.shape)}", "return")
+            raise RefusedError(f"{name} has shape {tuple(out.shape)}, expected {tuple(truth.shape)}", "return")
         if out.dtype != base.dtype:
-            raise _WrongError(f"{name} is {out.dtype}, expected {base.dtype}", "return")
+            raise RefusedError(f"{name} is {out.dtype}, expected {base.dtype}", "return")
         numbers = base.is_floating_point()
         wrong = torch.isnan(out) & ~torch.isnan(truth) if numbers else out != base
         if bool(wrong.any()):
             told = f"{'has NaN' if numbers else 'is wrong'} in {int(wrong.sum())} of {out.numel()} elements"
             made = ": not written, or made of what lies outside" if numbers else ""
-            raise _WrongError(f"{name} {told}, {_first(wrong, out, truth)}{made}")
+            raise RefusedError(f"{name} {told}, {_first(wrong, out, truth)}{made}")
         verdict = check.compare(name, out, truth, base, factor=factor) if numbers else check.Verdict(name, 0, 0, 0, 0)
         return _Found(verdict, out, truth)
 
@@ -357,7 +348,7 @@ def _first(wrong: torch.Tensor, out: torch.Tensor, truth: torch.Tensor) -> str:
 
 
 def _run_case(solution: _Solution, case: _Case, seed: int) -> None:
-    """Raises :class:`_WrongError` if the solution is wrong for the case."""
+    """Raises :class:`RefusedError` if the solution is wrong for the case."""
     asked = _Asked(solution.task, case, seed)
     results = solution.ask({"do": "call", "series": asked.series, "upstream": asked.upstream})["results"]
     try:
@@ -365,11 +356,11 @@ def _run_case(solution: _Solution, case: _Case, seed: int) -> None:
     except check.CheckError:  # PyTorch's own result is not finite
         return
     if solution.task.contiguous and not all(result["contiguous"] for result in results):
-        raise _WrongError("the result is not contiguous, as the task promises", "contiguous")
+        raise RefusedError("the result is not contiguous, as the task promises", "contiguous")
     for one in found:
         if not one.verdict.passed:
             call = "of several calls with new numbers in the same memory: " if case.calls > 1 else ""
-            raise _WrongError(f"{call}{one}")
+            raise RefusedError(f"{call}{one}")
 
 
 def _why(solution: _Solution, case: _Case, seed: int) -> str:
@@ -381,7 +372,7 @@ def _why(solution: _Solution, case: _Case, seed: int) -> str:
     for kind, change in zip(_UNDONE, [*plain, {"sizes": powers}], strict=True):
         undone = dataclasses.replace(case, **change)
         if undone != case and undone.dtype in solution.task.dtypes:
-            with contextlib.suppress(_WrongError):
+            with contextlib.suppress(RefusedError):
                 _run_case(solution, undone, seed)
                 return kind
     return ""
@@ -397,7 +388,7 @@ def _compiles(solution: _Solution, rng: random.Random) -> None:
 
 
 def _timed(solution: _Solution, seed: int) -> str:
-    """The time at the real size, in words; raises :class:`_WrongError` if the result there is wrong."""
+    """The time at the real size, in words; raises :class:`RefusedError` if the result there is wrong."""
     task, dtype = dataclasses.replace(solution.task, grads=()), solution.task.dtypes[-1]
     case = _Case(task.real, dtype)
     asked = _Asked(task, case, seed)
@@ -407,7 +398,7 @@ def _timed(solution: _Solution, seed: int) -> str:
     asked.series[0] = inputs  # where the reference does not take seconds
     for one in asked.found(0, {"outputs": outputs, "grads": []}):
         if not one.verdict.passed:
-            raise _WrongError(f"for {case}: {one}")
+            raise RefusedError(f"for {case}: {one}")
     ceilings = timing.measure_ceilings(quick=True)
     tensors = [value for value in (*inputs.values(), *outputs) if isinstance(value, torch.Tensor)]
     moved = task.moved(task.real, dtype.itemsize) if task.moved else sum(tensor.nbytes for tensor in tensors)
@@ -437,11 +428,6 @@ def find_task(name: str) -> Task:
         there = f"{place} has {', '.join(known) or 'none'}" if colon else "`python -m kernelbook judge` lists them"
         raise ValueError(f"judge: there is no task {own!r}: {(near or [there])[0]}")
     return known[own]
-
-
-def exercise(answer: Any, task: str | Task) -> None:
-    """Prints the judgement of an answer, or that there is none yet: the last line of an exercise's cell."""
-    print("Not written yet." if answer is None else judge(answer, task))
 
 
 def judge(
@@ -502,7 +488,7 @@ def judge(
                 compiled = f"compiled for {' and '.join(compiling.answer()['compiled'])}"
             elif not gpu:
                 compiled = "in the interpreter, not compiled: this Triton has no compiler for NVIDIA GPUs"
-        except _WrongError as wrong:
+        except RefusedError as wrong:
             kind, told, printed = wrong.kind, str(wrong), running.printed() if running is not None else ""
             if case is not None and kind in ("", "mask"):
                 why = _why(running, case, drawn)

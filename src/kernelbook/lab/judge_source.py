@@ -22,8 +22,6 @@ from kernelbook import runtime  # noqa: F401  before Triton, which it sets up
 # isort: split
 import triton.language as tl
 
-__all__ = ["text_of"]
-
 _IMPORTS = (
     "from math import inf, nan",
     "import torch",
@@ -120,10 +118,9 @@ def text_of(function: Any) -> str:
         parts[name] = text.rstrip() + (f"\n\n\n{name} = {base.__name__}" if name != base.__name__ else "")
 
     base = base_of(function)
-    owner = getattr(base, "__self__", None)
-    if isinstance(owner, type) and isinstance(base, types.MethodType):
-        define(owner.__name__, owner)
-        parts[base.__name__] = f"{base.__name__} = {owner.__name__}.{base.__name__}"
+    if isinstance(base, types.MethodType) and isinstance(base.__self__, type):
+        define(base.__self__.__name__, base.__self__)
+        parts[base.__name__] = f"{base.__name__} = {base.__self__.__name__}.{base.__name__}"
     elif isinstance(base, types.FunctionType):
         define(base.__name__, base)
     else:

@@ -43,8 +43,6 @@ from triton.runtime import interpreter, jit
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.errors import InterpreterError
 
-__all__ = ["COMPILED_FOR"]
-
 COMPILED_FOR = ("sm_80", "sm_90")
 # Operators that make memory or look at it in another way: they read no numbers.
 _FREE = frozenset(
@@ -79,7 +77,7 @@ def _advice(told: str) -> str:
 
 
 class RefusedError(Exception):
-    """Why a call does not count, in a sentence. ``kind``: what went wrong, for the hint; "rule" and "load" are no judgement."""
+    """Why a call or a solution is not right, in a sentence. ``kind``: what went wrong, for the hint; "rule" and "load" are no judgement."""
 
     def __init__(self, told: str, kind: str = "") -> None:
         super().__init__(told)

@@ -25,8 +25,6 @@ import torch.nn.functional as F
 
 from kernelbook.nf4.reference import nf4_quantize_reference
 
-__all__ = ["LAYOUTS", "PATH", "TASKS", "Draw", "Task"]
-
 # How tensors may lie in memory; mixed: one after the other in another way. Between and around its elements there is NaN, or a number that is nobody's id.
 LAYOUTS = ("contiguous", "padded", "transposed", "offset", "expanded", "mixed")
 _GUARD = 64  # elements before the first and after the last
