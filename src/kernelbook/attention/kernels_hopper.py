@@ -790,7 +790,7 @@ def _from_fours(x, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, LAYOUT: gl.cons
 
 @gluon.jit
 def _add_up(
-    dq_ptr, dq_stride_b, dq_stride_h, dq_stride_n, dq_stride_d, sums_ptr, turns_ptr, t, own, H, N, dq_scale,
+    dq_out, sums_ptr, turns_ptr, t, own, H, N, dq_scale,
     D: gl.constexpr, MEMBERS: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """This program's part of dq, tile by tile, added to those of the programs before it."""
@@ -836,10 +836,12 @@ def _add_up(
                     dq = dq + _from_fours(gl.load(sums, cache_modifier=".cg"), BLOCK_M, BLOCK_D, OUT)
                 rows = start + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, OUT))
                 offs_d = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, OUT))
-                base = dq_ptr + own.b.to(gl.int64) * dq_stride_b + h.to(gl.int64) * dq_stride_h
-                at = gl.expand_dims(rows.to(gl.int64) * dq_stride_n, 1) + gl.expand_dims(offs_d * dq_stride_d, 0)
+                base = dq_out.ptr + own.b.to(gl.int64) * dq_out.stride_b + h.to(gl.int64) * dq_out.stride_h
+                at = gl.expand_dims(rows.to(gl.int64) * dq_out.stride_n, 1) + gl.expand_dims(
+                    offs_d * dq_out.stride_d, 0
+                )
                 exists = gl.expand_dims(rows < N, 1) & gl.expand_dims(offs_d < D, 0)
-                gl.store(base + at, (dq * dq_scale).to(dq_ptr.dtype.element_ty), mask=exists)
+                gl.store(base + at, (dq * dq_scale).to(dq_out.ptr.dtype.element_ty), mask=exists)
             elif block == 0:
                 gl.store(sums, own_part)
             else:  # the only one that adds: in one instruction, which nobody waits for
@@ -855,7 +857,7 @@ def _flash_attention_bwd_hopper_kernel(
     q, k, v, do,  # tensor descriptors: (B, H, N, D) for q and do, (B, H / GROUP, S, D) for k and v
     lse, delta,  # descriptors of (B * H * n_padded,): the queries' rows, padded; +inf and 0 beyond N
     dk, dv,  # descriptors: (B, H / GROUP * PARTS, S, D): of each part of the heads that share a key head
-    dq_ptr, dq_stride_b, dq_stride_h, dq_stride_n, dq_stride_d,  # (B, H, N, D), if DQ
+    dq,  # Rows of (B, H, N, D), if DQ
     sums_ptr,  # dq unscaled, in float32: (B, H, tiles of queries, BLOCK_M * BLOCK_D), see _in_fours; if DQ
     turns_ptr,  # (B, H, tiles of queries): zeros, before and afterwards; if DQ
     B, H, N, S, n_padded, section,
@@ -918,10 +920,7 @@ def _flash_attention_bwd_hopper_kernel(
             [
                 (_bwd_consume, (dk, dv, t, own, scale, dk_scale, MEMBERS, DQ, CAUSAL, RAGGED, 0)),
                 (_bwd_consume, (dk, dv, t, own, scale, dk_scale, MEMBERS, DQ, CAUSAL, RAGGED, 1)),
-                (_add_up, (
-                    dq_ptr, dq_stride_b, dq_stride_h, dq_stride_n, dq_stride_d, sums_ptr, turns_ptr,
-                    t, own, H, N, dk_scale, D, MEMBERS, CAUSAL,
-                )),
+                (_add_up, (dq, sums_ptr, turns_ptr, t, own, H, N, dk_scale, D, MEMBERS, CAUSAL)),
                 (_bwd_produce, (q, k, v, do, lse, delta, t, own, H, n_padded, MEMBERS, PARTS)),
             ],
             [4, 4, 1],
