@@ -19,21 +19,9 @@ NO_DQ = (None,) * 3  # the arguments of a kernel for Hopper that say where dq go
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class DqReduction:
-    """How a kernel for dq, dk and dv adds up dq, in float32."""
-
-    shape: tuple[int, int]  # of the sums
-    counters: int
-
-    def kernel_args(self, dq: Tensor, sums: Tensor) -> tuple[Any, ...]:
-        """dq, the sums and the counters as the kernel's arguments."""
-        return kernel_arg(None, dq), sums, counters(self.counters, dq.device)
-
-
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class GradientKernels:
     dkdv: Tiles
-    dq: Tiles | DqReduction  # a reduction: the kernel for dk and dv computes dq too
+    dq: Tiles | tuple[int, int]  # tiles of dq and their size: the kernel for dk and dv adds dq up too, in float32
     n_padded: int  # rows that the kernels want of lse and delta
     splits: int  # so many programs share the query heads of one key head; each has dk and dv of its own
 
@@ -77,13 +65,12 @@ def _all_gradients(p: Problem) -> GradientKernels | None:
     if not hopper.programs_wait_little(heads, p.n, p.s, members, p.causal, section, block_m, num_sms):
         return None
     tiles = p.b * p.h * cdiv(p.n, block_m)
-    reduction = DqReduction((tiles, block_m * width), tiles)
     n_padded = cdiv(p.n, hopper.PADDING) * hopper.PADDING
     dkdv = launches.hopper_tiles(
         hopper._flash_attention_bwd_hopper_kernel, config, p, cdiv(p.s, block_n) * heads, (n_padded, section),
         D=p.d, PARTS=splits, RAGGED=not p.causal and p.s % block_n > 0,
     )  # fmt: skip
-    return GradientKernels(dkdv, reduction, n_padded, splits)
+    return GradientKernels(dkdv, (tiles, block_m * width), n_padded, splits)
 
 
 # --- the operator ---------------------------------------------------------------------------------------------------
@@ -155,9 +142,8 @@ def _run(
     if splits > 1:
         to_dk, to_dv = (empty((b, h_kv * splits, s, d), t.dtype, t) for t in (k, v))
     results = kernel_arg(dkdv.results, to_dk), kernel_arg(dkdv.results, to_dv)
-    if isinstance(to_dq, DqReduction):
-        sums = empty(to_dq.shape, lse.dtype, q)
-        launch(dkdv, *results, *to_dq.kernel_args(dq, sums))
+    if isinstance(to_dq, tuple):
+        launch(dkdv, *results, kernel_arg(None, dq), empty(to_dq, lse.dtype, q), counters(to_dq[0], q.device))
     else:
         launch(dkdv, *results, *(NO_DQ if dkdv.window is None else ()))
         launch(to_dq, kernel_arg(to_dq.results, dq))

@@ -292,7 +292,10 @@ def _leaves(parameters: Sequence[Any], values: Mapping[str, Any]) -> Iterator[tu
     for parameter in parameters:
         value = values.get(parameter.name, parameter.default)
         if isinstance(value, tuple) and not parameter.is_constexpr:
-            yield from ((f"{parameter.name}.{field}", parameter, v) for field, v in value._asdict().items())
+            fields: Any = type(value)
+            yield from (
+                (f"{parameter.name}.{field}", parameter, v) for field, v in zip(fields._fields, value, strict=True)
+            )
         else:
             yield parameter.name, parameter, value
 
@@ -438,13 +441,15 @@ def _identity(launch: _Launch, target: str) -> tuple[str, str, dict[str, str], d
 def _nested(flat: Sequence[tuple[str, str]]) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
     """-> the signature as Triton has it, in which a NamedTuple is one parameter; and where each name stands in it."""
     fields: dict[str, dict[str, str]] = {}
-    paths = {}
+    paths: dict[str, tuple[int, ...]] = {}
     for name, kind in flat:
         parameter, _, field = name.partition(".")
         of_parameter = fields.setdefault(parameter, {})
         paths[name] = (len(fields) - 1, len(of_parameter)) if field else (len(fields) - 1,)
         of_parameter[field] = kind
-    signature = {name: kinds[""] if "" in kinds else namedtuple(name, kinds)(**kinds) for name, kinds in fields.items()}
+    signature: dict[str, Any] = {}
+    for name, kinds in fields.items():
+        signature[name] = kinds[""] if "" in kinds else namedtuple(name, kinds)(**kinds)
     return signature, paths
 
 
