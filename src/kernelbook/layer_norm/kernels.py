@@ -340,13 +340,14 @@ def _layer_norm_bwd_sum_kernel(
     mask_n = offs_n < N
     for i in tl.static_range(2):
         partial_ptr, out_ptr, wanted = (partial_dw_ptr, dw_ptr, WITH_DW) if i == 0 else (partial_db_ptr, db_ptr, WITH_DB)
-        if wanted and tl.program_id(1) == i:
-            acc = tl.zeros((BLOCK_G, BLOCK_N), ACC)
-            for start in range(0, G, BLOCK_G):
-                offs_g = start + tl.arange(0, BLOCK_G)
-                mask = (offs_g < G)[:, None] & mask_n[None, :]
-                acc += tl.load(partial_ptr + offs_g.to(tl.int64)[:, None] * N + offs_n[None, :], mask=mask, other=0.0)
-            tl.store(out_ptr + offs_n, tl.sum(acc, axis=0).to(out_ptr.dtype.element_ty), mask=mask_n)
+        if wanted:  # noqa: SIM102 - known when it is compiled
+            if tl.program_id(1) == i:
+                acc = tl.zeros((BLOCK_G, BLOCK_N), ACC)
+                for start in range(0, G, BLOCK_G):
+                    offs_g = start + tl.arange(0, BLOCK_G)
+                    partial_ptrs = partial_ptr + offs_g.to(tl.int64)[:, None] * N + offs_n[None, :]
+                    acc += tl.load(partial_ptrs, mask=(offs_g < G)[:, None] & mask_n[None, :], other=0.0)
+                tl.store(out_ptr + offs_n, tl.sum(acc, axis=0).to(out_ptr.dtype.element_ty), mask=mask_n)
 
 
 # --- configurations -------------------------------------------------------------------------------------------------
