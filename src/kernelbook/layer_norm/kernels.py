@@ -327,6 +327,18 @@ def _layer_norm_bwd_partials_looped_kernel(
 
 
 @triton.jit
+def _sum_rows(partial_ptr, out_ptr, offs_n, G, N, ACC: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Writes the sum over the G rows of a (G, N) buffer for the columns ``offs_n``."""
+    mask_n = offs_n < N
+    acc = tl.zeros((BLOCK_G, BLOCK_N), ACC)
+    for start in range(0, G, BLOCK_G):
+        offs_g = start + tl.arange(0, BLOCK_G)
+        mask = (offs_g < G)[:, None] & mask_n[None, :]
+        acc += tl.load(partial_ptr + offs_g.to(tl.int64)[:, None] * N + offs_n[None, :], mask=mask, other=0.0)
+    tl.store(out_ptr + offs_n, tl.sum(acc, axis=0).to(out_ptr.dtype.element_ty), mask=mask_n)
+
+
+@triton.jit
 def _layer_norm_bwd_sum_kernel(
     partial_dw_ptr, partial_db_ptr,  # (G, N) partial sums
     dw_ptr, db_ptr,  # (N,) gradients of weight and bias
@@ -335,19 +347,13 @@ def _layer_norm_bwd_sum_kernel(
     ACC: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Sum over the G rows: programs (·, 0) of the buffer of dw, programs (·, 1) of that of db."""
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask_n = offs_n < N
-    for i in tl.static_range(2):
-        partial_ptr, out_ptr, wanted = (partial_dw_ptr, dw_ptr, WITH_DW) if i == 0 else (partial_db_ptr, db_ptr, WITH_DB)
-        if wanted:  # noqa: SIM102 - known when it is compiled
-            if tl.program_id(1) == i:
-                acc = tl.zeros((BLOCK_G, BLOCK_N), ACC)
-                for start in range(0, G, BLOCK_G):
-                    offs_g = start + tl.arange(0, BLOCK_G)
-                    partial_ptrs = partial_ptr + offs_g.to(tl.int64)[:, None] * N + offs_n[None, :]
-                    acc += tl.load(partial_ptrs, mask=(offs_g < G)[:, None] & mask_n[None, :], other=0.0)
-                tl.store(out_ptr + offs_n, tl.sum(acc, axis=0).to(out_ptr.dtype.element_ty), mask=mask_n)
+    if tl.program_id(1) == 0:
+        if WITH_DW:
+            _sum_rows(partial_dw_ptr, dw_ptr, offs_n, G, N, ACC, BLOCK_G, BLOCK_N)
+    else:
+        if WITH_DB:
+            _sum_rows(partial_db_ptr, db_ptr, offs_n, G, N, ACC, BLOCK_G, BLOCK_N)
 
 
 # --- configurations -------------------------------------------------------------------------------------------------
