@@ -247,8 +247,9 @@ def scale_of(stored, nested, mask, nested_code_ptr, offset, SCALE: tl.constexpr)
         power = stored.to(tl.int32)
         value = tl.maximum(power << 23, 0x400000).to(tl.float32, bitcast=True)
         value = tl.where(power == 255, float("nan"), value)
-    elif SCALE == "e4m3":  # without a sign; 127 is NaN. Its bits are in their places, but for the bias, which 2^120 makes up.
+    elif SCALE == "e4m3":  # without a sign; 127 is NaN
         e4m3 = stored.to(tl.int32)
+        # Shifted, all bits are in their places; 2^120 corrects the bias.
         value = (e4m3 << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
         value = tl.where(e4m3 == 127, float("nan"), value) * nested
     elif SCALE == "nested":

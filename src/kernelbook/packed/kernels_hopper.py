@@ -25,7 +25,7 @@ import triton.language as tl  # whose barrier has one name in every version
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from kernelbook.packed.kernels import pairs, pairs_by_table, scale_of, stored_scale
-from kernelbook.tiles import grouped
+from kernelbook.tiles import grouped, is_last_share
 
 GROUP = gl.constexpr(8)  # tiles below each other that share what is read of W
 STAGES = gl.constexpr(4)  # tiles of x on their way, or in use
@@ -233,14 +233,11 @@ def _tile(
         tickets_ptr += gl.program_id(0)
         sums_ptr += gl.program_id(0) * (SPLIT_K * BLOCK_N * BLOCK_M)
         gl.store(sums_ptr + gl.program_id(1) * (BLOCK_N * BLOCK_M) + offs, acc)
-        # All threads' stores come before the ticket. The last program of a tile adds up, in the order of the parts.
-        tl.debug_barrier()
-        is_last = gl.atomic_add(tickets_ptr, 1, sem="acq_rel") == SPLIT_K - 1
+        is_last = is_last_share(tickets_ptr, SPLIT_K)  # which adds up, in the order of the parts
         if is_last:
             acc = gl.load(sums_ptr + offs, cache_modifier=".cg")
             for p in gl.static_range(1, SPLIT_K):
                 acc += gl.load(sums_ptr + p * (BLOCK_N * BLOCK_M) + offs, cache_modifier=".cg")
-            gl.store(tickets_ptr, 0)
     if is_last:
         if bias_ptr is not None:
             c_n = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, mma))
