@@ -7,10 +7,6 @@ these eight as one run. The 16 code values are read once a program and looked up
 nested_code[q] * nested_absmax + nested_offset: two roundings, not one, so that bitsandbytes' values come out; launches
 therefore ask for enable_fp_fusion=False.
 
-Four fifths of the traffic are writes, and memory that turns from writing to reading and back for every kilobyte loses
-time. So one program in SPAN prefetches the words and scales of SPAN later programs into the L2 cache: reads come in
-bursts, and what the later programs read is there. On NVIDIA GPUs only, with an instruction of PTX.
-
 Bytes moved for an element: 0.5 packed, 4 / BLOCK_SIZE for absmax (1 / BLOCK_SIZE and a little in the double case), and
 the output.
 
@@ -20,23 +16,16 @@ strided packed bytes.
 """
 
 from kernelbook import runtime  # before Triton, which it sets up
-from kernelbook.packed.kernels import NESTED_BLOCK, block_scale, from_e4m3, from_e8m0
+from kernelbook.packed.kernels import NESTED_BLOCK, scale_of, stored_scale
 
 # isort: split
 import triton
 import triton.language as tl
 
 
-def words_config(double_quant: bool, properties: runtime.DeviceProperties) -> triton.Config:
-    """UNROLL words a lane. Every SPAN-th program prefetches for SPAN others,
-    AHEAD programs later: about as many as an H200 runs at a time.
-
-    Double quantization has more loads that wait for other loads, and hides
-    them behind more words.
-    """
-    tile = {"BLOCK_W": 128, "UNROLL": 3 if double_quant else 2}
-    ahead = {"AHEAD": 1024 if double_quant else 2048, "SPAN": 16}
-    return triton.Config(tile | ahead, num_warps=4)
+def words_config(double_quant: bool) -> triton.Config:
+    """UNROLL words a lane: double quantization has more loads that wait for other loads, and hides them behind more words."""
+    return triton.Config({"BLOCK_W": 128, "UNROLL": 3 if double_quant else 2}, num_warps=4)
 
 
 ELEMENTS_CONFIG = triton.Config({"BLOCK": 1024}, num_warps=4)
@@ -66,50 +55,6 @@ def _load_expert(experts_ptr, first, slot, E, HAS_EXPERTS: tl.constexpr):
 # --- dequantize -----------------------------------------------------------------------------------------------------
 
 
-@triton.jit
-def _prefetch(ptr, count, MOST: tl.constexpr, PREFETCH: tl.constexpr):
-    """Asks the L2 cache for count <= MOST values, a line of 128 bytes a lane."""
-    LINE: tl.constexpr = 128 // (ptr.dtype.element_ty.primitive_bitwidth // 8)
-    offs = LINE * tl.arange(0, triton.next_power_of_2((MOST + LINE - 1) // LINE))
-    if PREFETCH == "instruction":
-        tl.inline_asm_elementwise(
-            """
-            {
-                .reg .pred inside;
-                setp.ne.s32 inside, $2, 0;
-                @inside prefetch.global.L2 [$1];
-                mov.u32 $0, 0;
-            }
-            """,
-            "=r,l,r",
-            [(ptr + offs).to(tl.int64), (offs < count).to(tl.int32)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-    else:  # the interpreter has no instructions; a load shows the same addresses
-        tl.load(ptr + offs, mask=offs < count, other=0)
-
-
-@triton.jit
-def _prefetch_tiles(
-    program,
-    packed_ptr, absmax_ptr, experts_ptr, first,
-    E, words, tiles,
-    HAS_EXPERTS: tl.constexpr, WORDS: tl.constexpr,
-    TILE: tl.constexpr, SPAN: tl.constexpr, PREFETCH: tl.constexpr,
-):  # fmt: skip
-    """What SPAN programs from this one on are going to read, as far as it is of one expert. WORDS: of a block."""
-    slot = program // tiles
-    expert, exists = _load_expert(experts_ptr, first, slot, E, HAS_EXPERTS)
-    tile0 = (program - slot * tiles).to(tl.int64) * TILE
-    left = tl.minimum(words - tile0, SPAN * TILE).to(tl.int32)
-    readable = tl.where(exists, left, 0)
-    word0 = expert * words + tile0
-    _prefetch(packed_ptr + word0, readable, SPAN * TILE, PREFETCH)
-    _prefetch(absmax_ptr + word0 // WORDS, readable // WORDS, SPAN * TILE // WORDS, PREFETCH)
-
-
 # One compiled kernel serves all sizes: eight outputs are 16 bytes whatever the number of words.
 @triton.jit(do_not_specialize=["first", "E", "words", "tiles"])
 def _nf4_dequantize_fwd_words_kernel(
@@ -124,20 +69,11 @@ def _nf4_dequantize_fwd_words_kernel(
     E, words, tiles,  # words and tiles in an expert
     HAS_EXPERTS: tl.constexpr, BLOCK_SIZE: tl.constexpr, SCALE: tl.constexpr,
     BLOCK_W: tl.constexpr, UNROLL: tl.constexpr,
-    AHEAD: tl.constexpr, SPAN: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     TILE: tl.constexpr = BLOCK_W * UNROLL
     WORDS: tl.constexpr = BLOCK_SIZE // 8  # in a block
     packed_ptr = packed_ptr.to(tl.pointer_type(tl.int32))
     pid = tl.program_id(0)
-    if PREFETCH != "none":  # noqa: SIM102
-        if (pid % SPAN == 0) & (tl.num_programs(0) - pid > AHEAD):
-            _prefetch_tiles(
-                pid + AHEAD,
-                packed_ptr, absmax_ptr, experts_ptr, first,
-                E, words, tiles,
-                HAS_EXPERTS, WORDS, TILE, SPAN, PREFETCH,
-            )  # fmt: skip
     slot = pid // tiles
     expert, exists = _load_expert(experts_ptr, first, slot, E, HAS_EXPERTS)
     # 64-bit scalars find the tile; offsets within it are 32-bit.
@@ -161,11 +97,8 @@ def _nf4_dequantize_fwd_words_kernel(
         )  # fmt: skip
         packed += (word,)
         absmax += (tl.load(absmax_ptr + block0 + blocks, mask=mask, other=0),)
-    if SCALE == "e8m0":
-        stored, absmax = absmax, ()
-        for u in tl.static_range(UNROLL):
-            absmax += (from_e8m0(stored[u]),)
-    elif SCALE != "float32":
+    scale0, scale1, offset, border = 0.0, 0.0, 0.0, 0
+    if SCALE == "nested" or SCALE == "e4m3":
         # A tile's blocks lie in one nested block or in two.
         tl.static_assert(TILE // WORDS < NESTED_BLOCK)
         some = readable > 0
@@ -173,21 +106,14 @@ def _nf4_dequantize_fwd_words_kernel(
         nested1 = (block0 + (within + left - 1) // WORDS) // NESTED_BLOCK
         scale0 = tl.load(nested_absmax_ptr + nested0, mask=some, other=0.0)
         scale1 = tl.load(nested_absmax_ptr + nested1, mask=some, other=0.0)
-        offset = 0.0
-        if SCALE == "nested":
-            offset = tl.load(nested_offset_ptr, mask=some, other=0.0)
         border = ((nested0 + 1) * NESTED_BLOCK - block0).to(tl.int32)
-        quantized, absmax = absmax, ()
-        for u in tl.static_range(UNROLL):
-            offs_w = u * BLOCK_W + tl.arange(0, BLOCK_W)
-            if SCALE == "e4m3":
-                value = from_e4m3(quantized[u])
-            else:
-                value_ptrs = nested_code_ptr + quantized[u].to(tl.int32)
-                value = tl.load(value_ptrs, mask=offs_w < readable, other=0.0)
-            blocks = (within + offs_w) // WORDS
-            scale = tl.where(blocks < border, scale0, scale1)
-            absmax += (value * scale + offset,)
+    if SCALE == "nested":
+        offset = tl.load(nested_offset_ptr, mask=readable > 0, other=0.0)
+    stored, absmax = absmax, ()
+    for u in tl.static_range(UNROLL):
+        offs_w = u * BLOCK_W + tl.arange(0, BLOCK_W)
+        nested = tl.where((within + offs_w) // WORDS < border, scale0, scale1)
+        absmax += (scale_of(stored[u], nested, offs_w < readable, nested_code_ptr, offset, SCALE),)
 
     offs_e = tl.arange(0, 8)
     shift = (4 * offs_e) ^ 4  # the even element is the high half of its byte
@@ -228,7 +154,8 @@ def _nf4_dequantize_fwd_elements_kernel(
     packed = tl.load(packed_ptr + byte0 + halves // 2, mask=mask, other=0).to(tl.int32)
     block0 = element0 // BLOCK_SIZE
     blocks = ((element0 - block0 * BLOCK_SIZE).to(tl.int32) + offs) // BLOCK_SIZE
-    absmax = block_scale(block0, blocks, mask, absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, SCALE)
+    stored, nested = stored_scale(block0, blocks, mask, absmax_ptr, nested_absmax_ptr, SCALE)
+    absmax = scale_of(stored, nested, mask, nested_code_ptr, nested_offset_ptr, SCALE)
     index = (packed >> (4 - 4 * (halves & 1))) & 15
     out = tl.load(code_ptr + index) * absmax
     out_ptrs = out_ptr + slot.to(tl.int64) * size + tile0 + offs
@@ -343,10 +270,8 @@ def _nf4_matmul_fwd_kernel(
                 offs = r * words + offs_w
                 packed += (tl.load(packed_ptr + word0 + offs, mask=mask, other=0),)
                 blocks = (within + offs) // (BLOCK_SIZE // 8)
-                scale = block_scale(
-                    block0, blocks, mask, absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, SCALE
-                )
-                absmax += (scale,)
+                stored, nested = stored_scale(block0, blocks, mask, absmax_ptr, nested_absmax_ptr, SCALE)
+                absmax += (scale_of(stored, nested, mask, nested_code_ptr, nested_offset_ptr, SCALE),)
         for u in tl.static_range(UNROLL):
             offs_w = w0 + u * BLOCK_W + tl.arange(0, BLOCK_W)
             x = ()
