@@ -237,7 +237,7 @@ def test_a_tile_that_ends_with_the_blocks_of_a_scale() -> None:
 @pytest.fixture
 def _small_nf4_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 2 x 16 words, of 64 elements, and of two rows by two tokens: small matrices have many, and rows share them."""
-    words = {"BLOCK_W": 16, "UNROLL": 2}
+    words = {"BLOCK_W": 16, "UNROLL": 2, "AHEAD": 4, "SPAN": 2}
     matmul = {"ROWS": 2, "BLOCK_W": 8, "UNROLL": 2}
     monkeypatch.setattr(nf4_kernels, "words_config", lambda *_: triton.Config(words, num_warps=1))
     monkeypatch.setattr(nf4_kernels, "ELEMENTS_CONFIG", triton.Config({"BLOCK": 64}, num_warps=1))

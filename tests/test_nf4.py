@@ -31,6 +31,9 @@ from kernelbook.nf4 import (
 )
 from kernelbook.packed import dynamic_code, products
 
+# isort: split
+import triton
+
 DEV = runtime.DEVICE
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Sizes that the word kernel takes; a last block that is short; experts that start inside a block; inside a byte; a vector.
@@ -178,10 +181,21 @@ def test_experts_that_are_not_chosen_have_no_influence(shape, double_quant):
     assert same_bits(nf4_dequantize(poisoned, experts=experts, dtype=torch.float32), reference(q, experts))
 
 
+def config_that_prefetches(double_quant, properties):
+    """Small distances, so that few programs prefetch for others, over the borders of experts."""
+    tile = {"BLOCK_W": 128, "UNROLL": 3 if double_quant else 2}
+    return triton.Config(tile | {"AHEAD": 1, "SPAN": 2}, num_warps=4)
+
+
+@pytest.fixture
+def prefetch_soon(monkeypatch):
+    monkeypatch.setattr(op.kernels, "words_config", config_that_prefetches)
+
+
 @pytest.mark.parametrize("block_size", [32, 64, 4096])
 @pytest.mark.parametrize("double_quant", [False, True])
-def test_experts_of_several_tiles(double_quant, block_size, monkeypatch):
-    """The last tile of each is short; an id out of range among them."""
+def test_prefetching_changes_nothing(double_quant, block_size, prefetch_soon, monkeypatch):
+    """Experts of several tiles, the last one short; an id out of range among them."""
     monkeypatch.setattr(op.arguments, "check_index_values", lambda *args, **kwargs: None)
     q = quantized((4, 119, 104), block_size, double_quant)
     experts = torch.tensor([3, 0, 7, 3], device=DEV)
@@ -403,12 +417,13 @@ def test_offsets_are_64_bit(words, overflow_raises):
     experts, out = torch.tensor([3, 1_000_000, 0, 0]), torch.zeros(64)
     nested = (q.nested_absmax, q.nested_code, q.nested_offset)
     kernel, config = (
-        (kernels._nf4_dequantize_fwd_words_kernel, kernels.words_config(True))
+        (kernels._nf4_dequantize_fwd_words_kernel, kernels.words_config(True, runtime.properties()))
         if words
         else (kernels._nf4_dequantize_fwd_elements_kernel, kernels.ELEMENTS_CONFIG)
     )
     arguments = (q.packed, q.absmax, *nested, q.code, experts, 0, out)
-    kernel[(4,)](*arguments, 2**30, -(2**30), 1, True, 64, "nested", **config.kwargs)
+    more = {"PREFETCH": "load"} if words else {}
+    kernel[(4,)](*arguments, 2**30, -(2**30), 1, True, 64, "nested", **config.kwargs, **more)
     assert bool((out == 0).all())
 
 

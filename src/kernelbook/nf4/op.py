@@ -96,15 +96,18 @@ def _plan_dequantize(*args: Any) -> _DequantizePlan:
     size = math.prod(shape if whole else shape[1:])
     if chosen * size * available == 0:
         return _DequantizePlan(available, 0, 0, None, (0,))
+    properties = runtime.properties(packed.device)
     constants = {"HAS_EXPERTS": experts is not None, "SCALE": scale, "BLOCK_SIZE": block_size}
     # A multiplication fused with the addition of the offset would round once, bitsandbytes rounds twice.
     options = {"enable_fp_fusion": False}
     if packed.data_ptr() % 4 == 0 and size % 8 == 0:
-        config = kernels.words_config(scale == "nested")
+        config = kernels.words_config(scale == "nested", properties)
         length, tile = size // 8, config.kwargs["BLOCK_W"] * config.kwargs["UNROLL"]
+        # By PTX, which is NVIDIA's, or by loads in the interpreter, where there is none.
+        prefetch = "load" if runtime.INTERPRET else "instruction" if properties.is_nvidia else "none"
         launch = launcher(
             kernels._nf4_dequantize_fwd_words_kernel,
-            **constants, **config.kwargs, num_warps=config.num_warps, **options,
+            **constants, PREFETCH=prefetch, **config.kwargs, num_warps=config.num_warps, **options,
         )  # fmt: skip
     else:
         config = kernels.ELEMENTS_CONFIG
