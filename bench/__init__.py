@@ -58,7 +58,6 @@ class Bench:
         left_out: what is not measured though one would expect it, and why.
         cases: what is measured, case by case.
         models: further cases, at the sizes of published models; their file is ``models.csv``.
-        host_calls: small calls, whose cost is the host's.
         extras: tables of another kind as they come, each with the stem of its file.
         keys: of files with other columns the columns that tell one row from another, by the stem.
         run: measures into a folder, where a table and a clock of its own take the place of cases. Returns the exit code.
@@ -71,7 +70,6 @@ class Bench:
     left_out: tuple[str, ...] = ()
     cases: Callable[[], Iterable[Case]] | None = None
     models: Callable[[], Iterable[Case]] = tuple
-    host_calls: Callable[[], Mapping[str, Callable[[], object]]] = dict
     extras: Callable[[], Iterator[tuple[str, "pd.DataFrame"]]] | None = None
     keys: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
     run: Callable[..., int] | None = None

@@ -22,7 +22,7 @@ from kernelbook.lab import record, timing
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["BENCH", "cases", "extras", "host_calls"]
+__all__ = ["BENCH", "cases", "extras"]
 
 # B, H, H_kv, N, D, causal
 SHAPES = (
@@ -446,25 +446,6 @@ def extras() -> Iterator[tuple[str, pd.DataFrame]]:
     yield "attention_errors", _errors()
 
 
-def host_calls() -> dict[str, Callable[[], object]]:
-    """Small calls, whose cost is the host's."""
-    b, h, h_kv, n, d, causal = SMALL_SHAPE
-    *leaves, do = _inputs(b, h, h_kv, n, n, d, torch.bfloat16)
-    q, k, v = (t.detach() for t in _inputs(1, 32, 4, 1, 256, 128, torch.bfloat16)[:3])
-    k_pages, v_pages = (_in_pages(t, torch.arange(256 // PAGE, device=t.device), PAGE) for t in (k, v))
-    table = torch.arange(256 // PAGE, device=q.device)[None]
-    lengths = torch.tensor([255], device=q.device)
-    new = k[:, :, :1]
-    return {
-        "flash_attention, one query": lambda: op.flash_attention(q, k, v),
-        "paged_attention, one query": lambda: pages.paged_attention(q, k_pages, v_pages, table, lengths),
-        "append_to_pages": lambda: pages.append_to_pages(new, new, k_pages, v_pages, table, lengths),
-        "flash_attention, forward and backward": lambda: torch.autograd.grad(
-            op.flash_attention(*leaves, causal=causal), leaves, do
-        ),
-    }
-
-
 BENCH = Bench(
     name="attention",
     keys={"attention_errors": ERROR_KEY},
@@ -473,6 +454,5 @@ BENCH = Bench(
     | {"flashinfer": "flashinfer-python"},
     cases=cases,
     models=models,
-    host_calls=host_calls,
     extras=extras,
 )

@@ -200,18 +200,6 @@ def models() -> Iterator[timing.Case]:
             yield _case("layer_norm", mode, 1000, n)
 
 
-def host_calls() -> dict[str, Callable[[], object]]:
-    """Small calls, whose cost is the host's."""
-    x, w, b, dy = _inputs(64, 256, torch.bfloat16)
-    leaf = x.clone().requires_grad_()
-    return {
-        "layer_norm": lambda: op.layer_norm(x, w, b),
-        "layer_norm, forward and backward": lambda: op.layer_norm(leaf, w, b).backward(dy),
-        "rms_norm": lambda: op.rms_norm(x, w),
-        "rms_norm, forward and backward": lambda: op.rms_norm(leaf, w).backward(dy),
-    }
-
-
 # --- the experiment with the lock -----------------------------------------------------------------------------------
 
 
@@ -279,6 +267,5 @@ BENCH = Bench(
     baselines={"torch": "torch", "torch.compile": "torch", "liger": "liger-kernel", "quack": "quack-kernels"},
     cases=cases,
     models=models,
-    host_calls=host_calls,
     extras=extras,
 )

@@ -467,21 +467,6 @@ def _for_grouped_nf4_gemm(
     return given, lambda x: x if shape.grouped else x[t.sorted_routing[0]]
 
 
-def host_calls() -> dict[str, Callable[[], object]]:
-    """Small calls, whose cost is the host's."""
-    t = _Inputs(Shape(8, 128, 128, 2, tokens=16), torch.bfloat16)
-    leaves = tuple(v.detach().clone().requires_grad_() for v in (t.x, t.lora_a, t.lora_b))
-    x, a, b = leaves
-    return {
-        "route": lambda: op.route(t.ids, 8),
-        "scatter2scatter": lambda: op.scatter2scatter(t.x, t.w, t.routing),
-        "moe_lora, r = 16": lambda: op.moe_lora(t.x, t.w, t.lora_a, t.lora_b, t.routing),
-        "moe_lora, forward and backward": lambda: torch.autograd.grad(
-            op.moe_lora(x, t.w, a, b, t.routing), leaves, t.dy
-        ),
-    }
-
-
 BENCH = Bench(
     name="moe_lora",
     # Of axolotl its kernels are enough: pip install --no-deps.
@@ -489,5 +474,4 @@ BENCH = Bench(
     | {"grouped_nf4_gemm": "grouped-nf4-gemm"},
     cases=cases,
     models=models,
-    host_calls=host_calls,
 )

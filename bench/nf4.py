@@ -27,7 +27,7 @@ from kernelbook.nf4.op import NF4Tensor, nf4_dequantize, nf4_matmul, nf4_quantiz
 from kernelbook.nf4.reference import nested_absmax_reference, nf4_dequantize_reference
 from kernelbook.packed.fp4 import fp4_quantize
 
-__all__ = ["BENCH", "cases", "host_calls"]
+__all__ = ["BENCH", "cases"]
 
 EXPERTS, ROWS, COLS, BLOCK_SIZE = 256, 1024, 2048, 64
 ACTIVE = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -264,19 +264,6 @@ def models() -> Iterator[Case]:
             yield _matmul_case((1, rows, cols), tokens, BLOCK_SIZE, False)
 
 
-def host_calls() -> dict[str, Callable[[], object]]:
-    """Small calls, whose cost is the host's."""
-    q = nf4_quantize(torch.randn(4, 64, 256, dtype=torch.bfloat16, device=runtime.DEVICE))
-    x = torch.randn(1, 256, dtype=torch.bfloat16, device=runtime.DEVICE)
-    leaf, dy = x.clone().requires_grad_(), torch.randn(1, 64, dtype=torch.bfloat16, device=runtime.DEVICE)
-    experts = torch.tensor([2, 0], device=runtime.DEVICE)
-    return {
-        "nf4_dequantize": lambda: nf4_dequantize(q, experts=experts),
-        "nf4_matmul": lambda: nf4_matmul(x, q, 1),
-        "nf4_matmul, forward and backward": lambda: nf4_matmul(leaf, q, 1).backward(dy),
-    }
-
-
 BENCH = Bench(
     name="nf4",
     baselines={
@@ -290,5 +277,4 @@ BENCH = Bench(
     left_out=(f"axolotl for experts of more than {MOST_OF_AXOLOTL:,} elements (its launch grid is too large)",),
     cases=cases,
     models=models,
-    host_calls=host_calls,
 )

@@ -270,27 +270,11 @@ def extras() -> Iterator[tuple[str, pd.DataFrame]]:
     yield "scatter_ffn_atomics", atomics_experiment()
 
 
-def host_calls() -> dict[str, Callable[[], object]]:
-    """Small calls, whose cost is the host's."""
-    shape = Shape(256, 1024, False, "relu")
-    one, some = _network(shape, 1), _network(shape, 16)
-    neurons, leaf = _neurons(shape.n, 100), some["x"].clone().requires_grad_()
-    return {
-        "gather_matmul": lambda: op.gather_matmul(one["x"], one["w_up"], neurons),
-        "scatter_ffn, one token": lambda: op.scatter_ffn(**one, neurons=neurons),
-        "scatter_ffn, 16 tokens": lambda: op.scatter_ffn(**some, neurons=neurons),
-        "scatter_ffn, forward and backward": lambda: (
-            op.scatter_ffn(**some | {"x": leaf}, neurons=neurons).sum().backward()
-        ),
-    }
-
-
 BENCH = Bench(
     name="scatter_ffn",
     keys={"scatter_ffn_atomics": ATOMICS_KEY},
     baselines={"dense": "torch", "gather": "torch"},
     cases=cases,
     models=models,
-    host_calls=host_calls,
     extras=extras,
 )

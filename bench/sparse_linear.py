@@ -18,7 +18,7 @@ from kernelbook.sparse_linear.reference import (
     sparse_forward_reference,
 )
 
-__all__ = ["BENCH", "backward_case", "cases", "host_calls"]
+__all__ = ["BENCH", "backward_case", "cases"]
 
 CHUNK = 64
 SHAPES = (
@@ -241,23 +241,9 @@ def models() -> Iterator[timing.Case]:
             yield backward_case((8192, k, n), fraction)
 
 
-def host_calls() -> dict[str, Callable[[], object]]:
-    """Small calls, whose cost is the host's."""
-    x, weight, dy, ids = _inputs(64, 256, 1024, 0.25, torch.bfloat16)
-    leaf = weight.clone().requires_grad_()
-    return {
-        "sparse_forward": lambda: op.sparse_forward(x, weight, None, ids),
-        "sparse_dx": lambda: op.sparse_dx(dy, weight, ids),
-        "sparse_dw": lambda: op.sparse_dw(x, dy, ids),
-        "sparse_backward": lambda: op.sparse_backward(x, weight, dy, ids),
-        "sparse_linear, forward and backward": lambda: op.sparse_linear(x, leaf, None, ids).backward(dy),
-    }
-
-
 BENCH = Bench(
     name="sparse_linear",
     baselines=dict.fromkeys(("dense", "python_loop", "gather_cublas", "packed_cublas"), "torch"),
     cases=cases,
     models=models,
-    host_calls=host_calls,
 )
