@@ -31,7 +31,6 @@ __all__ = [
     "bench",
     "benches",
     "compiled",
-    "first_call",
     "forget",
     "passes",
     "routing",
@@ -159,11 +158,6 @@ def compiled(function: Callable[..., Any], **how: Any) -> Callable[..., Any]:
         False  # it forbids to run a backward pass twice, which is what measuring does
     )
     return torch.compile(function, dynamic=False, **how)
-
-
-def first_call(op: str, shape: Mapping[str, Any], x_name: str, x: float, codes: Mapping[str, str]) -> Case:
-    """The wall-clock time of a first call with empty caches: by provider its code, see ``timing.first_call_ms``."""
-    return timing.Case(op, "first_call", torch.bfloat16, shape, x_name, x, 0.0, 0.0, lambda: timing.FirstCall(codes))
 
 
 def row(

@@ -317,7 +317,7 @@ def _tiny_cases() -> Iterator[tuple[str, Callable[[], timing.Problem]]]:
         yield f"sparse_linear {case.__name__}", case((17, 32, 192), 0.4).build
     for wanted in ("dw", "dx"):
         yield f"sparse_{wanted}", sparse_linear.backward_case((17, 32, 192), 0.4, wanted=wanted).build
-    for build in (scatter_ffn._forward, scatter_ffn._step, scatter_ffn._gather, scatter_ffn._read):
+    for build in (scatter_ffn._forward, scatter_ffn._gather, scatter_ffn._read):
         yield f"scatter_ffn {build.__name__}", partial(build, scatter_ffn.Shape(32, 64, False, "relu"), 3, 0.25)
         yield f"scatter_ffn {build.__name__}, gated", partial(build, scatter_ffn.Shape(32, 64, True, "silu"), 3, 0.25)
     yield "flash_attention", partial(attention._problem, "backward", 1, 2, 1, 17, 17, 16, True, half, False)
@@ -329,11 +329,11 @@ def _tiny_cases() -> Iterator[tuple[str, Callable[[], timing.Problem]]]:
     for name, mode in (("scatter2scatter", "forward"), ("moe_lora", "forward_backward"), ("moe_lora_dx", "backward")):
         build, _ = moe_lora.FAMILIES[name, mode]
         yield f"{name} {mode}, grouped", partial(build, dataclasses.replace(mixed, grouped=True), half)
-    yield "nf4", partial(nf4._problem, (4, 64, 256), 2, 64, True)
+    yield "nf4", partial(nf4._problem, (4, 64, 256), 2, True)
     yield "read_rows", partial(nf4._read_problem, 8192)
-    yield "nf4_matmul", partial(nf4._matmul_problem, (2, 16, 256), 3, 64, False)
+    yield "nf4_matmul", partial(nf4._matmul_problem, (2, 16, 256), 3)
     for format in nf4.BITS:
-        yield f"nf4_matmul {format}", partial(nf4._format_problem, format, (16, 256), 3)
+        yield f"nf4_matmul {format}", partial(nf4._matmul_problem, (1, 16, 256), 3, format=format)
     for mode in ("forward", "forward_backward"):
         yield f"moe_block {mode}", moe_block._case(mode, 3, (12, 64, 64, 2)).build
 
