@@ -152,8 +152,8 @@ def _matmul_problem(
     """One of the experts: in NF4 with all peers, or in a ``format``, whose peers are the dense product and Humming."""
     dtype = torch.bfloat16
     w = torch.randn(shape, dtype=dtype, device=runtime.DEVICE)
-    nf4 = format in (None, "nf4")
-    q = nf4_quantize(w, double_quant=double_quant) if nf4 else fp4_quantize(w, format=format)
+    nf4 = format is None or format == "nf4"
+    q = nf4_quantize(w, double_quant=double_quant) if nf4 else fp4_quantize(w, format=str(format))
     x = torch.randn(tokens, shape[2], dtype=dtype, device=runtime.DEVICE)
     number = int(torch.randint(shape[0], ()))
     expert = torch.tensor([number], device=runtime.DEVICE)

@@ -1,4 +1,4 @@
-"""Does fine-tuning on the kernels reach the same loss? ``python -m bench.same_loss --out book/results/<gpu>``.
+"""Does fine-tuning on the kernels reach the same loss? ``python -m bench same_loss``.
 
 A mixture-of-experts language model (transformers' Qwen3-MoE) of some 120 million parameters is trained from scratch, by us,
 on the sources of Python's standard library. Then it is fine-tuned with LoRA (PEFT, rank 8, experts and attention) on another
@@ -12,17 +12,18 @@ corpus, the prose that ``help()`` shows, in five ways that share the data, their
 - ``kernelbook:nf4`` and ``kernelbook:nf4_double``: ours on 4-bit experts.
 
 Each way and seed is one line of ``same_loss_curves.jsonl``, written when that run ends. On a GPU a step is one CUDA graph.
-No time is taken: with ``--base`` in a file, ``--ways`` and ``--seeds`` do a part each, side by side, each with its own ``--out``.
+No time is taken. ``--select 'nf4'`` takes only the runs whose way or seed has this.
 """
 
-import argparse
 import contextlib
+import itertools
 import math
+import re
 import statistics
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,13 @@ import torch
 from bench import Bench
 from kernelbook import check, runtime
 from kernelbook.lab import record
-from kernelbook.train.files import replacing
 from kernelbook.train.text import Corpus, TextData
 
-__all__ = ["BENCH", "SIZES", "TINY", "WAYS", "finetune", "main", "pretrain"]
+__all__ = ["BENCH", "SIZES", "TINY", "WAYS", "finetune", "pretrain", "run"]
 
 STEM = "same_loss_curves"
 KEY = ("shape", "way", "seed", "steps")
+SEEDS = (0, 1, 2)
 WAYS = ("eager", "grouped_mm", "kernelbook:dense", "kernelbook:nf4", "kernelbook:nf4_double")
 SIZES: dict[str, Any] = {
     "hidden_size": 768, "num_hidden_layers": 4, "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64,
@@ -245,52 +246,35 @@ def finetune(
     }  # fmt: skip
 
 
-# --- the command ----------------------------------------------------------------------------------------------------
+def run(
+    folder: Path, select: str | None = None, sizes: dict[str, Any] = SIZES, *, first: int = 300, steps: int = 500
+) -> int:
+    """Trains from scratch, then fine-tunes in each way with each seed, and writes the lines as they come; 1 where one failed.
 
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Trains from scratch, then fine-tunes in each way with each seed, and writes the lines as they come; 1 where one failed."""
-    parser = argparse.ArgumentParser(prog="python -m bench.same_loss", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder of same_loss_curves.jsonl")
-    parser.add_argument("--pretrain-steps", type=int, default=300, help="steps from scratch (default: 300)")
-    parser.add_argument("--steps", type=int, default=500, help="steps of fine-tuning (default: 500)")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds (default: 0 1 2)")
-    parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=WAYS, help="ways (default: all)")
-    parser.add_argument(
-        "--base", type=Path, help="the trained model: read from this file, or written to it where it is not there"
-    )
-    parser.add_argument("--tiny", action="store_true", help="a model for the interpreter")
-    given = parser.parse_args(arguments)
-    if runtime.DEVICE.type != "cuda" and not given.tiny:
-        parser.error("--tiny must be given where no GPU runs kernels")
-    sizes = TINY if given.tiny else SIZES
-    began = time.perf_counter()
-    if given.base is not None and given.base.exists():
-        base = torch.load(given.base, map_location=runtime.DEVICE, weights_only=True)
-    else:
-        base, loss = pretrain(sizes, given.pretrain_steps, small=given.tiny)
-        print(f"from scratch: validation loss {loss:.4f} after {time.perf_counter() - began:.0f} s", flush=True)
-        if given.base is not None:
-            with replacing(given.base) as file:
-                torch.save(base, file)
+    Args:
+        select: only runs in whose description, such as ``eager, seed 0``, this regular expression finds something.
+        first: steps from scratch.
+    """
+    small = sizes is not SIZES
+    base, loss = pretrain(sizes, first, small=small)
+    print(f"from scratch: validation loss {loss:.4f}", flush=True)
     about = {"run": record.new_run(), **record.environment(STEM)}
-    failed = 0
-    for seed in given.seeds:
-        for way in given.ways:
-            try:
-                line = {**about, **finetune(way, seed, sizes, given.steps, base, small=given.tiny)}
-            except Exception:  # one run is lost, not all
-                failed += 1
-                print(f"NOT RECORDED: {way}, seed {seed}", file=sys.stderr, flush=True)
-                traceback.print_exc()
-                continue
-            record.write_lines(given.out / f"{STEM}.jsonl", [line], KEY)
-            print(
-                f"{way}, seed {seed}: validation {line['validation_loss'][0]:.4f} -> {line['validation_loss'][-1]:.4f}, "
-                f"{time.perf_counter() - began:.0f} s",
-                flush=True,
-            )
-    return 1 if failed else 0
+    failed = False
+    for seed, way in itertools.product(SEEDS, WAYS):
+        name, began = f"{way}, seed {seed}", time.perf_counter()
+        if not re.search(select or "", name):
+            continue
+        try:
+            line = {**about, **finetune(way, seed, sizes, steps, base, small=small)}
+        except Exception:  # one run is lost, not all
+            failed = True
+            print(f"NOT RECORDED: {name}", file=sys.stderr, flush=True)
+            traceback.print_exc()
+            continue
+        record.write_lines(folder / f"{STEM}.jsonl", [line], KEY)
+        losses = line["validation_loss"]
+        print(f"{name}: {losses[0]:.4f} -> {losses[-1]:.4f}, {time.perf_counter() - began:.0f} s", flush=True)
+    return int(failed)
 
 
 BENCH = Bench(
@@ -298,9 +282,6 @@ BENCH = Bench(
     keys={STEM: KEY},
     baselines={"eager": "transformers", "grouped_mm": "transformers"},
     needs={"transformers": "everything", "peft": "everything"},
-    run=lambda folder: main(["--out", str(folder)]),
+    run=run,
+    options=("select",),
 )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -235,7 +235,7 @@ def test_a_case_that_raises_does_not_lose_the_others(
     ]
 
 
-@pytest.mark.parametrize(("name", "taken"), [("several_gpus", {"select": "train"}), ("sparse_training", {})])
+@pytest.mark.parametrize(("name", "taken"), [("several_gpus", {"select": "train"}), ("host", {})])
 def test_what_has_a_clock_of_its_own_gets_the_options_that_it_takes(
     name: str,
     taken: dict[str, str],

@@ -10,7 +10,7 @@ pytest.importorskip("transformers", minversion="5")
 
 import torch
 
-from bench import same_loss, sparse_inference
+from bench import same_loss
 from kernelbook import check, runtime
 
 SIZES = same_loss.TINY | {"batch": 1}
@@ -75,24 +75,9 @@ def test_what_is_not_the_loop_of_transformers_is_found(base: Weights, monkeypatc
         same_loss.finetune("eager", 0, SIZES, 1, base, small=True)
 
 
-@pytest.mark.parametrize("command", (same_loss, sparse_inference))
-def test_real_sizes_need_a_gpu(
-    command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(runtime, "DEVICE", torch.device("cpu"))
-    with pytest.raises(SystemExit):
-        command.main(["--out", str(tmp_path)])
-    assert "--tiny must be given where no GPU runs kernels" in capsys.readouterr().err
-
-
-def test_the_command_writes_a_line_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(same_loss, "TINY", SIZES)
-    base, out = tmp_path / "base.pt", tmp_path / "out"
-    how = ["--out", str(out), "--tiny", "--pretrain-steps", "1", "--steps", "1", "--seeds", "1", "--base", str(base)]
-    how += ["--ways", "eager"]
-    for _ in range(2):  # the second run's lines take the place of the first one's
-        assert same_loss.main(how) == 0
-        assert base.exists()
-    (line,) = map(json.loads, (out / "same_loss_curves.jsonl").read_text().splitlines())
+def test_a_run_writes_a_line(tmp_path: Path) -> None:
+    for _ in range(2):  # the second run's line takes the place of the first one's
+        assert same_loss.run(tmp_path, "eager, seed 1", SIZES, first=1, steps=1) == 0
+    (line,) = map(json.loads, (tmp_path / "same_loss_curves.jsonl").read_text().splitlines())
     assert line["way"] == "eager" and line["seed"] == 1 and {"run", "gpu", "version", "kernels"} <= line.keys()
-    assert [path.name for path in out.iterdir()] == ["same_loss_curves.jsonl"]
+    assert [path.name for path in tmp_path.iterdir()] == ["same_loss_curves.jsonl"]
