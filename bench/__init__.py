@@ -11,8 +11,9 @@ import importlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pandas as pd
 import torch
 
 from bench import baselines
@@ -20,14 +21,13 @@ from kernelbook import runtime
 from kernelbook.lab import record, timing
 from kernelbook.lab.timing import Case
 
-if TYPE_CHECKING:
-    import pandas as pd
-
 __all__ = [
     "CASE_BY_CASE",
     "NAMES",
     "ROOMS",
     "Bench",
+    "Calls",
+    "Tensors",
     "bench",
     "benches",
     "compiled",
@@ -39,6 +39,8 @@ __all__ = [
     "write_ceilings",
 ]
 
+Tensors = Sequence[torch.Tensor]
+Calls = dict[str, Callable[[], Tensors]]
 # The rooms: each is a package of this name.
 ROOMS = ("attention", "layer_norm", "moe_lora", "nf4", "scatter_ffn", "sparse_linear")
 CASE_BY_CASE = (*ROOMS, "moe_block")
@@ -69,7 +71,7 @@ class Bench:
     left_out: tuple[str, ...] = ()
     cases: Callable[[], Iterable[Case]] | None = None
     models: Callable[[], Iterable[Case]] = tuple
-    extras: Callable[[], Iterator[tuple[str, "pd.DataFrame"]]] | None = None
+    extras: Callable[[], Iterator[tuple[str, pd.DataFrame]]] | None = None
     keys: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
     run: Callable[..., int] | None = None
     options: tuple[str, ...] = ()

@@ -1,26 +1,22 @@
 """What is measured of ``attention``: forward, backward and a few queries beside PyTorch's own attention, FlexAttention and,
 where they are installed, FlashAttention-4 and FlashInfer, packed sequences, pages beside contiguous keys, and the errors."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pandas as pd
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench import Bench, baselines, compiled, passes
+from bench import Bench, Tensors, baselines, compiled, passes
 from bench.models import MODELS
 from kernelbook import check, runtime
 from kernelbook.attention import op, pages
 from kernelbook.attention.reference import flash_attention_backward_reference, flash_attention_reference
 from kernelbook.lab import record, timing
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 __all__ = ["BENCH", "cases", "extras"]
 
@@ -71,7 +67,6 @@ ERROR_SHAPE = (1, 8, 8, 4096, 128, True)
 ERROR_COLUMNS = ("run", "op", "provider", "dtype", "shape", "output", "error", *record.ENVIRONMENT)
 ERROR_KEY = ("op", "provider", "dtype", "shape", "output")
 
-Tensors = Sequence[torch.Tensor]
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -415,8 +410,6 @@ def models() -> Iterator[timing.Case]:
 
 def _errors() -> pd.DataFrame:
     """The relative error against float64 of every output and gradient, by provider and dtype."""
-    import pandas as pd
-
     b, h, h_kv, n, d, causal = ERROR_SHAPE
     shape = f"B={b} H={h} H_kv={h_kv} N={n} S={n} D={d} causal=yes"
     about = {"run": record.new_run(), **record.environment("attention_errors")}

@@ -3,12 +3,12 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from bench import Bench, baselines, passes, routing, step
+from bench import Bench, Calls, Tensors, baselines, passes, routing, step
 from bench.models import MODELS as LATEST
 from kernelbook import check, runtime
 from kernelbook.lab import timing
@@ -34,8 +34,6 @@ TOKENS = 2048
 RANKS = (16, 32, 64)
 # The case of PEFT's own benchmark, https://github.com/huggingface/peft/pull/3577: one product, one expert a token.
 PEFT_EXPERTS, PEFT_K, PEFT_N, PEFT_TOKENS = 128, 2048, 768, 4096
-Tensors = Sequence[torch.Tensor]
-Calls = dict[str, Callable[[], Tensors]]
 
 
 @dataclasses.dataclass(frozen=True)

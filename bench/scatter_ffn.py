@@ -1,14 +1,13 @@
 """What is measured of ``scatter_ffn``: the chosen neurons beside all of them, and what PyTorch users would write."""
 
-from __future__ import annotations
-
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import pandas as pd
 import torch
 
-from bench import Bench, floor
+from bench import Bench, Calls, Tensors, floor
 from bench.models import MODELS
 from kernelbook import check, runtime, study
 from kernelbook.lab import record, timing
@@ -16,17 +15,12 @@ from kernelbook.scatter_ffn import op
 from kernelbook.scatter_ffn.reference import dense_ffn, gather_matmul_reference, scatter_ffn_reference
 from kernelbook.study.scatter_ffn import launch_fused
 
-if TYPE_CHECKING:
-    import pandas as pd
-
 __all__ = ["BENCH", "LLAMA", "PLAIN", "cases", "ffn_case"]
 
 ATOMICS_KEY = ("op", "variant", "dtype", "shape", "programs")
 
 TOKENS = (1, 16, 128, 1024)
 FRACTIONS = (0.02, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0)
-Tensors = Sequence[torch.Tensor]
-Calls = dict[str, Callable[[], Tensors]]
 
 
 class Shape:
@@ -189,8 +183,6 @@ def models() -> Iterator[timing.Case]:
 
 def atomics_experiment() -> pd.DataFrame:
     """The fused kernel with atomic additions and with plain stores in their place, for tokens and programs."""
-    import pandas as pd
-
     run, rows = record.new_run(), []
     about = record.environment("scatter_ffn_atomics")
     for m in (1, 16, 32, 64, 128):

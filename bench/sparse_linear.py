@@ -1,12 +1,12 @@
 """What is measured of ``sparse_linear``: the sparse backward pass beside the dense one and what PyTorch users would write."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 
-from bench import Bench, step
+from bench import Bench, Calls, Tensors, step
 from bench.models import MODELS
 from kernelbook import check, runtime
 from kernelbook.lab import timing
@@ -30,8 +30,6 @@ SHAPES = (
 )
 FRACTIONS = (0.02, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0)
 
-Tensors = Sequence[torch.Tensor]
-Calls = dict[str, Callable[[], Tensors]]
 Views = dict[str, Callable[[Tensors], Tensors]]
 
 
