@@ -592,7 +592,7 @@ def measures(folder: Path) -> None:
     timing.wall = lambda call, samples, **how: wall(call, samples=1, **how)  # type: ignore[assignment]
     several_gpus.moe_block.MODELS["small"] = (4, 32, 32, 2)
     small = several_gpus.Sizes(
-        models=("small",), tokens=((4,),), layers=2,
+        models=("small",), tokens=((4,),),
         train=("tiny",), settings=(("context", 8), ("refresh_every", 5)), sequences=(1, 2), steps=1, samples=2,
     )  # fmt: skip
     rows = {name: list(section()) for name, section in several_gpus.sections(small).items()}
