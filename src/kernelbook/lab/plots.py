@@ -430,6 +430,7 @@ def _ladders_folder(stem: str) -> str | None:
 
 # Steps that were recorded under another name than their page has for them.
 RENAMED = {
+    "a producer": "warp specialization",
     "the delay": "intra-warpgroup overlap",
     "turns": "ping-pong scheduling",
     "fused dX": "two launches",
