@@ -30,13 +30,13 @@ from kernelbook.lab import record, timing
 from kernelbook.launch import launcher
 from kernelbook.layer_norm import layer_norm
 from kernelbook.nn import GPT, SparseFFN
-from kernelbook.train import kernels
 from kernelbook.train.capture import Captured
 from kernelbook.train.loop import CONFIGS, TrainConfig, Trainer
 from kernelbook.train.text import TextData
 
 # isort: split
 import triton
+import triton.language as tl
 
 __all__ = ["BENCH", "Decoder", "Predictor", "main", "train_predictors"]
 
@@ -44,9 +44,37 @@ STEM = "sparse_inference"
 WIDTHS = {1024: "medium", 2048: "large", 4096: "huge"}
 SHARES = (0.05, 0.1, 0.25)
 CONTEXT = 512
+ABOVE_BLOCK = 8192  # columns that the one program of the kernel for chosen columns looks at in a step
 
 
 # --- predictors -----------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["M", "count"])
+def _columns_above_kernel(  # type: ignore[no-untyped-def]
+    scores_ptr, stride_sm,  # (M, N), columns contiguous
+    threshold_ptr,  # one number
+    ids_ptr,  # (count,) int64
+    M, N, count,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The columns in which any row exceeds the threshold, as many as there is room for; N in the places that are left."""
+    threshold = tl.load(threshold_ptr).to(tl.float32)
+    within = tl.arange(0, BLOCK_N)
+    found = 0
+    for start in range(0, N, BLOCK_N):
+        offs = start + within
+        best = tl.full((BLOCK_N,), float("-inf"), tl.float32)
+        for m in range(M):
+            scores = tl.load(scores_ptr + m * stride_sm + offs, mask=offs < N, other=float("-inf"))
+            best = tl.maximum(best, scores.to(tl.float32))
+        wanted = (best > threshold).to(tl.int32)
+        place = found + tl.cumsum(wanted, axis=0) - 1
+        tl.store(ids_ptr + place, offs.to(tl.int64), mask=(wanted > 0) & (place < count))
+        found += tl.sum(wanted, axis=0)
+    for start in range(0, count, BLOCK_N):
+        offs = start + within
+        tl.store(ids_ptr + offs, tl.full((BLOCK_N,), N, tl.int64), mask=(offs >= found) & (offs < count))
 
 
 class Predictor(torch.nn.Module):
@@ -76,8 +104,8 @@ class Predictor(torch.nn.Module):
         """(..., d) -> (count,) ids, or fewer on the CPU."""
         scores = self.scores(x).flatten(0, -2)
         (rows, neurons), ids = scores.shape, x.new_empty(self.count, dtype=torch.int64)
-        block = min(triton.next_power_of_2(neurons), kernels.ABOVE_BLOCK)
-        launch = launcher(kernels._columns_above_kernel, BLOCK_N=block, num_warps=max(4, block // 512))
+        block = min(triton.next_power_of_2(neurons), ABOVE_BLOCK)
+        launch = launcher(_columns_above_kernel, BLOCK_N=block, num_warps=max(4, block // 512))
         launch((1,), scores, scores.stride(0), self.threshold, ids, rows, neurons, self.count)
         return ids if ids.is_cuda else ids[ids < neurons]  # on the CPU an id that is no neuron's is an error
 
