@@ -429,9 +429,28 @@ def _ladders_folder(stem: str) -> str | None:
     return max(record.recorded_gpus(stem), key=good, default=None)
 
 
+# Steps that were recorded under another name than their page has for them.
+RENAMED = {
+    "a producer": "warp specialization",
+    "the delay": "intra-warpgroup overlap",
+    "turns": "ping-pong scheduling",
+    "fused dX": "two launches",
+    "made again": "recomputed",
+    "shares and tickets": "splits and tickets",
+    "shares, merged by a second launch": "splits, merged by a second launch",
+    "tiles as high as an expert": "BLOCK_M about the rows of an expert",
+    "fused, tiles as high as an expert": "fused, BLOCK_M about the rows",
+    "split, tiles as high as an expert": "split, BLOCK_M about the rows",
+}
+
+
 def _recorded(stem: str) -> pd.DataFrame | None:
     folder = _ladders_folder(stem)
-    return None if folder is None else record.load_results(stem, folder)
+    if folder is None:
+        return None
+    rows = record.load_results(stem, folder)
+    names = {f"kernelbook:{before}": f"kernelbook:{now}" for before, now in RENAMED.items()}
+    return rows.assign(provider=rows["provider"].replace(names))
 
 
 def ladder_gpu(stem: str) -> str:
@@ -475,11 +494,12 @@ def step_times(stem: str, **only: Any) -> dict[str, float]:
 
 
 @_styled
-def steps_figure(stem: str, **only: Any) -> Figure | str:
+def steps_figure(stem: str, *, leave_out: Collection[str] = (), **only: Any) -> Figure | str:
     """A recorded ladder as a small chart, a bar for each step with its time, peers in grey; a word where it is not recorded.
 
     Args:
         stem: the file that :func:`kernelbook.lab.timing.time_steps` wrote, of the GPU that :func:`ladder_gpu` names.
+        leave_out: recorded steps that the page has not.
         only: values of columns that pick one ladder among the rows; the first of several is drawn.
     """
     recorded = _recorded(stem)
@@ -487,6 +507,7 @@ def steps_figure(stem: str, **only: Any) -> Figure | str:
     if not ladders:
         return "These times are not recorded yet."
     name, rows = ladders[0]
+    rows = rows[~_without_ours(rows["provider"]).isin(leave_out)]
     ours = rows["provider"].str.startswith("kernelbook")
     rows = pd.concat([rows[ours], rows[~ours]])
     times, names = 1e3 * rows["ms"].astype(float), _without_ours(rows["provider"])
