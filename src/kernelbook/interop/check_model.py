@@ -18,7 +18,7 @@ from torch import nn
 
 from kernelbook import check
 from kernelbook.interop import base_model
-from kernelbook.interop.check_layers import Recorder, Weights, unpacked
+from kernelbook.interop.check_layers import Recorder, Weights
 from kernelbook.interop.check_reference import GLUE, Batch, Reference, batch_of, first_of, scalar, shorter_windows
 from kernelbook.interop.check_report import Report
 from kernelbook.nf4 import NF4Tensor, nf4_quantize
@@ -190,9 +190,7 @@ class _Check:
         else:
             self.report.note(f"{name}: packed in {q.code_name}, and not compared with what it was")
             return
-        matrices = (
-            t.reshape(-1, *t.shape[-2:]) for t in (unpacked(q, torch.float32), unpacked(anew, torch.float32), before)
-        )
+        matrices = (t.reshape(-1, *t.shape[-2:]) for t in (q.as_float64(), anew.as_float64(), before))
         for expert, (ours, fresh, ref) in enumerate(zip(*matrices, strict=True)):
             limit = check.FORWARD_FACTOR * check.relative_error(fresh, ref) + check.FLOOR[torch.float32]
             self.report.add("weight", name, check.relative_error(ours, ref), limit, f"expert {expert}")
