@@ -24,6 +24,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -159,7 +160,8 @@ def windows_of(group: dist.ProcessGroup, device: torch.device) -> Windows | None
     """Return the windows of the group; ``None`` where its ranks cannot reach each other's memory. A collective, the first time."""
     if group not in _found:
         index = torch.cuda.current_device() if device.type == "cuda" else 0
-        about = (socket.gethostname(), _boot(), os.environ.get("CUDA_VISIBLE_DEVICES"), device.type)
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()  # containers of several machines can have one name
+        about = (socket.gethostname(), boot, os.environ.get("CUDA_VISIBLE_DEVICES"), device.type)
         all_of: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(all_of, (about, index), group=group)
         reachable = len({about for about, _ in all_of}) == 1
@@ -173,15 +175,6 @@ def windows_of(group: dist.ProcessGroup, device: torch.device) -> Windows | None
             Windows(group, torch.device("cuda", index) if device.type == "cuda" else device) if reachable else None
         )
     return _found[group]
-
-
-def _boot() -> str:
-    """Containers of one machine can have one name."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read()
-    except OSError:
-        return ""
 
 
 # --- launches -------------------------------------------------------------------------------------------------------
