@@ -100,18 +100,15 @@ def use_kernels(model: Any) -> Any:
         ImportError, ValueError: versions or a model that this module does not know; then nothing has been changed.
     """
     check_experts(model)
-    wrapped = any(hasattr(module, "lora_A") for module in model.modules())
-    if wrapped:
-        from kernelbook.interop import peft
-
-        peft.check_wrappers(model)
     base = base_model(model)
     if not hasattr(base, "set_experts_implementation"):
         raise ValueError(f"use_kernels: model must be a transformers model, got {type(model).__name__}")
+    if any(hasattr(module, "lora_A") for module in model.modules()):
+        from kernelbook.interop.peft import use_factors
+
+        use_factors(model)
     register()
     base.set_experts_implementation(NAME)
-    if wrapped:
-        peft.use_factors(model)
     return model
 
 
