@@ -154,7 +154,14 @@ class NF4ExpertsQuantizer(ExpertsQuantizer):
         """
         if self.pre_quantized:
             return weight_conversions
-        return [_streaming(converter) or converter for converter in weight_conversions]
+        found = []
+        for converter in weight_conversions:
+            found.append(copy.deepcopy(converter) if stacks_experts(converter) else converter)
+            if stacks_experts(converter):
+                found[
+                    -1
+                ].__class__ = _Streaming  # what a converter is made from is another in each version of transformers
+        return found
 
     def _process_model_before_weight_loading(self, model: Any, **others: Any) -> None:
         check_experts(model)
@@ -270,7 +277,10 @@ class _Quantize(ConversionOps):
         for name in list(input_dict):
             value = input_dict.pop(name)
             value = value[0] if isinstance(value, list) else value
-            _check_shape(model, name, tuple(value.shape))
+            module, leaf = get_module_from_name(model, name)
+            expected = tuple(getattr(module, leaf).shape)
+            if value.shape != expected:
+                raise ValueError(f"from_pretrained: {name} must have shape {expected}, got {tuple(value.shape)}")
             q = self.quantizer.quantized(value.to(runtime.DEVICE)).to(value.device)
             _take(model, name, q, missing_keys)
         return {}
@@ -314,13 +324,6 @@ class _Streaming(WeightConverter):
         return _take(model, layer_name, filling.tensor(), None if loading_info is None else loading_info.missing_keys)
 
 
-def _check_shape(model: Any, full_name: str, shape: tuple[int, ...]) -> None:
-    module, name = get_module_from_name(model, full_name)
-    expected = tuple(getattr(module, name).shape)
-    if shape != expected:
-        raise ValueError(f"from_pretrained: {full_name} must have shape {expected}, got {shape}")
-
-
 def stacks_experts(converter: Any) -> bool:
     """Whether a converter stacks the matrices of single experts, one above the other where each has several."""
     if type(converter) is not WeightConverter or len(converter.target_patterns) != 1:
@@ -328,12 +331,3 @@ def stacks_experts(converter: Any) -> bool:
     kinds = [(type(op), getattr(op, "dim", None)) for op in converter.operations]
     several = len(converter.source_patterns) > 1
     return kinds == [(MergeModulelist, 0), (Concatenate, 1)][: 1 + several]
-
-
-def _streaming(converter: Any) -> _Streaming | None:
-    """The converter that does the same piece by piece; ``None`` for one that does something else."""
-    if not stacks_experts(converter):
-        return None
-    new: Any = copy.deepcopy(converter)
-    new.__class__ = _Streaming  # what a converter is made from is another in each version of transformers
-    return new
