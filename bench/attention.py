@@ -1,5 +1,5 @@
 """What is measured of ``attention``: forward, backward and a few queries beside PyTorch's own attention, FlexAttention and,
-where they are installed, FlashAttention-4 and FlashInfer, packed sequences, pages beside contiguous keys, and the errors."""
+where they are installed, FlashAttention-3's forward pass, FlashAttention-4 and FlashInfer, packed sequences, pages beside contiguous keys, and the errors."""
 
 from __future__ import annotations
 
@@ -104,6 +104,16 @@ def _flex(n: int, causal: bool) -> Attention:
     return attention
 
 
+def _flash_attention_3(causal: bool) -> Attention:
+    from fa3_fwd_interface import flash_attn_func
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        o: torch.Tensor = flash_attn_func(*(t.transpose(1, 2) for t in (q, k, v)), causal=causal)
+        return o.transpose(1, 2)
+
+    return attention
+
+
 def _flash_attention_4(causal: bool, *, deterministic: bool = False) -> Attention:
     """It compiles for each head size, mask and number of heads that share a key head, not for each length.
 
@@ -163,6 +173,8 @@ def _attentions(sequences: int, n: int, s: int, causal: bool, *, slow_ones: bool
         found["kernelbook:plain"] = found["kernelbook"]
         if baselines.version("flash-attn-4"):  # on Hopper it does not divide the keys
             found["flash_attention_4"] = _flash_attention_4(causal)
+        if baselines.has("fa3_fwd_interface"):  # its wheel has no backward pass
+            found["flash_attention_3"] = _flash_attention_3(causal)
     if slow_ones:
         found["flex"] = _flex(n, causal)
         if n == s and sequences * n * s <= LARGEST_MATH:
@@ -202,6 +214,8 @@ def _problem(
 ) -> timing.Problem:
     *leaves, do = _inputs(b, h, h_kv, n, s, d, dtype)
     given = _attentions(b * h, n, s, causal, slow_ones=slow_ones)
+    if mode != "forward":
+        given.pop("flash_attention_3", None)
     if mode != "forward" and "flash_attention_4" in given:
         given["flash_attention_4:one_order"] = _flash_attention_4(causal, deterministic=True)
     calls: dict[str, Callable[[], Tensors]] = {
@@ -470,7 +484,7 @@ BENCH = Bench(
     keys={"attention_errors": ERROR_KEY},
     baselines=dict.fromkeys(("sdpa_flash", "sdpa_cudnn", "sdpa_math", "sdpa_mask", "flex"), "torch")
     | dict.fromkeys(("flash_attention_4", "flash_attention_4:one_order"), "flash-attn-4")
-    | {"flashinfer": "flashinfer-python"},
+    | {"flashinfer": "flashinfer-python", "flash_attention_3": "fa3-fwd"},
     cases=cases,
     models=models,
     host_calls=host_calls,

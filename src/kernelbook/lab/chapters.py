@@ -36,7 +36,7 @@ __all__ = [
 # Providers of the figures of attention, in their order; the plain variant where it is another kernel.
 ATTENTION = (
     *("kernelbook", "kernelbook:plain", "sdpa_flash", "sdpa_cudnn"),
-    *("flash_attention_4", "flash_attention_4:one_order", "flex"),
+    *("flash_attention_3", "flash_attention_4", "flash_attention_4:one_order", "flex"),
 )
 # The shapes of the tables of attention.
 NAMED = (
