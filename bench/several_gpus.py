@@ -163,7 +163,7 @@ def _error_ratios(
         out = moe_block.block_reference(tokens, dense["gate_up"], dense["down"], ids, weights, pairs)
         found = [out, *torch.autograd.grad(out, [tokens, weights, *own.values()], up.to(dtype))]
         rows = slice(dist.get_rank() * CHECKED, (dist.get_rank() + 1) * CHECKED)
-        return [part[rows] for part in found[:3]] + found[3:]
+        return [part[rows] for part in found[:3]] + [part / dist.get_world_size() for part in found[3:]]
 
     truth, baseline = plain(torch.float64), plain(torch.bfloat16)
     ratios = {}
@@ -210,7 +210,7 @@ def _layer(model: Sequence[int], kind: str, counts: Sequence[int], samples: int)
     ratios = {"": math.nan, "shared": math.nan}
     if ranks > 1:
         whole = _experts(model, kind, moe_block.RANK)
-        ExpertParallel(gradients="sum")._apply(layer, _mesh())
+        ExpertParallel()._apply(layer, _mesh())
         waiting: Any = layer._expert_parallel
         ways = {"": waiting, "shared": dataclasses.replace(waiting, waits=False)}
         ratios = _error_ratios(whole, layer, ways, model)
