@@ -31,7 +31,7 @@ import torch
 from bench import Bench
 from kernelbook import check, runtime
 from kernelbook.lab import record
-from kernelbook.train.files import replacing
+from kernelbook.train.loop import replacing
 from kernelbook.train.text import Corpus, TextData
 
 __all__ = ["BENCH", "SIZES", "TINY", "WAYS", "finetune", "main", "pretrain"]

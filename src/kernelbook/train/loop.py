@@ -6,11 +6,11 @@ two entries in the log the host never waits for the device, so a whole step can 
 
 import contextlib
 import dataclasses
-import importlib.util
 import json
 import math
+import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,20 +20,18 @@ from kernelbook import arguments, runtime
 from kernelbook.nn.gpt import ACTIVATIONS, ATTENTION, GPT, OUTPUTS, GPTConfig
 from kernelbook.train.capture import CapturedCalls
 from kernelbook.train.chunks import Layout, chunk_norms
-from kernelbook.train.files import replacing
 from kernelbook.train.optimizer import INACTIVE, ChunkAdamW
 from kernelbook.train.schedulers import SCHEDULERS, make_scheduler
-from kernelbook.train.synthetic import CopyData, score_chunks
+from kernelbook.train.synthetic import score_chunks
 from kernelbook.train.text import TextData
 
-__all__ = ["CHOICES", "CONFIGS", "Data", "TrainConfig", "Trainer", "make_data"]
+__all__ = ["CHOICES", "CONFIGS", "Data", "TrainConfig", "Trainer", "make_data", "replacing"]
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "mode": ("dense", "sparse_dw", "sparse_dw_dx"),
     "sparse_dx": ("all", "inputs"),
     "scheduler": tuple(SCHEDULERS),
     "inactive": INACTIVE,
-    "task": ("text", "copy"),
     "dtype": ("float32", "bfloat16"),
     "sparse_layers": ("all", "mlp"),
     "attention": tuple(ATTENTION),
@@ -71,8 +69,7 @@ class TrainConfig:
         sparse_layers: which linear layers are sparse: all six of a block, or those of the MLP.
         attention: whose attention.
         activation: of the MLPs; with relu most hidden values become zero.
-        task: real text, or synthetic sequences to copy.
-        corpus: the text, as in :class:`TextData`.
+        corpus: stdlib or topics, which are Python's own texts, or a UTF-8 file.
         vocab_size: tokens of the encoding, which is found on the text.
         batch_size: sequences in a step.
         steps: optimizer steps in all.
@@ -108,7 +105,6 @@ class TrainConfig:
     sparse_layers: str = "all"
     attention: str = "kernelbook"
     activation: str = "gelu"
-    task: str = "text"
     corpus: str = "stdlib"
     vocab_size: int = 4096
     batch_size: int = 16
@@ -183,10 +179,8 @@ CONFIGS: dict[str, TrainConfig] = {
 
 def make_data(config: TrainConfig) -> Data:
     """Return the data that a configuration asks for."""
-    shape: dict[str, Any] = {"batch_size": config.batch_size, "context": config.context, "seed": config.seed}
-    if config.task == "copy":
-        return CopyData(**shape)
-    return TextData(config.corpus, vocab_size=config.vocab_size, **shape)
+    names = ("corpus", "vocab_size", "batch_size", "context", "seed")
+    return TextData(**{name: getattr(config, name) for name in names})
 
 
 class Trainer:
@@ -208,7 +202,6 @@ class Trainer:
         FileExistsError: ``out`` holds a run already and ``resume`` is not set.
         ValueError: the checkpoint belongs to another configuration or corpus or cannot be read, or a CUDA graph is wanted
             without a GPU.
-        ModuleNotFoundError: ``progress`` wants a bar, and tqdm is not installed.
     """
 
     rank, ranks, parallel = 0, 1, ""  # others in :class:`kernelbook.train.parallel.ParallelTrainer`
@@ -224,11 +217,6 @@ class Trainer:
     ) -> None:
         if config.cuda_graph and runtime.DEVICE.type != "cuda":
             raise ValueError("Trainer: cuda_graph must be off where there is no GPU, got True")
-        if progress and importlib.util.find_spec("tqdm") is None:
-            raise ModuleNotFoundError(
-                "Trainer: tqdm, which draws the progress bar, must be installed: pip install 'kernelbook[train]'",
-                name="tqdm",
-            )
         self.config, self.progress = config, progress
         self.out = None if out is None else Path(out)
         if self.out is not None and not resume and (self.out / "log.jsonl").exists():
@@ -536,6 +524,25 @@ class Trainer:
             optimizer.load_state_dict(state[name])
             for group in optimizer.param_groups:
                 group["lr"] = lr
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Any]:
+    """A binary file that takes the place of ``path`` when all of it is on the disk, and never else.
+
+    What a process that is killed leaves is ``path`` with ``.tmp`` behind it, which the next one overwrites.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.tmp")
+    try:
+        with part.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def _wait() -> None:
