@@ -542,7 +542,7 @@ def bytes_stay_bytes(folder: Path) -> None:
 
 SMALL = dataclasses.replace(
     CONFIGS["tiny"], corpus=__file__, vocab_size=260, width=32, depth=1, context=5, batch_size=12, steps=4, dense_steps=1,
-    log_every=2, eval_every=0, eval_batches=1, checkpoint_every=2, lr_warmup=1, refresh_every=2, attention="torch",
+    log_every=2, inactive="decay", eval_every=0, eval_batches=1, checkpoint_every=2, lr_warmup=1, refresh_every=2, attention="torch",
 )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from kernelbook.train.text import OWN_TEXTS
 
 __all__ = ["add_arguments", "train"]
 
+
 def _settings_told() -> dict[str, str]:
     """Return what :class:`TrainConfig` says of each of its fields."""
     told = (inspect.getdoc(TrainConfig) or "").partition("Attributes:\n")[2]

@@ -257,10 +257,9 @@ class Trainer:
             {"params": [p for p in self._rest if self._decays(p)], "weight_decay": config.weight_decay},
             {"params": [p for p in self._rest if not self._decays(p)], "weight_decay": 0.0},
         ]
-        how: dict[str, Any] = {"fused": True} if device.type == "cuda" else {"foreach": False}
-        self._rest_adam = torch.optim.AdamW(
-            [group for group in groups if group["params"]], lr=self._lr, capturable=device.type == "cuda", **ADAM, **how
-        )
+        how: dict[str, Any] = {"fused": True, "capturable": True} if device.type == "cuda" else {"foreach": False}
+        self._how = {**ADAM, **how}
+        self._rest_adam = torch.optim.AdamW([group for group in groups if group["params"]], lr=self._lr, **self._how)
         self._norms = torch.zeros(self.scheduler.layout.total, device=device)
         self._active_norms = torch.zeros_like(self._norms[: self.scheduler.layout.total_active])
         self._inputs, self._targets = (t.clone() for t in self.data.batch(0))

@@ -27,6 +27,7 @@ from kernelbook import arguments, runtime
 from kernelbook.distributed.gradients import Reduction, reduce_active_rows
 from kernelbook.distributed.sharding import fully_shard
 from kernelbook.train.loop import Data, TrainConfig, Trainer, make_data
+from kernelbook.train.optimizer import ChunkAdamW
 
 __all__ = ["PARALLEL", "ParallelTrainer", "start"]
 
@@ -68,50 +69,12 @@ class _Part:
         return (self._own(batch) for batch in self.data.validation_batches(count))
 
 
-class _ShardedChunkAdamW:
-    """:class:`kernelbook.train.ChunkAdamW` for this rank's rows of parameters, whose gradients are zero in inactive chunks.
+class _AdamW(torch.optim.AdamW):
+    """AdamW of this rank's rows of the sparse layers, whose gradients are zero in inactive chunks."""
 
-    Rows of inactive chunks rest (``inactive="skip"``) or go on by their moments (``"decay"``), by a mask instead of by
-    leaving them out: how many of a rank's rows are active is known to the device only.
-    """
-
-    def __init__(self, like: Any) -> None:
-        self.group = like.param_groups[0]
-        self.active: dict[torch.Tensor, tuple[torch.Tensor, Any]] = {}  # the chunk of each row, and the layer
-        self.state: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
-
-    def add(self, parameter: torch.Tensor, first: int, layer: Any) -> None:
-        chunk = (first + torch.arange(parameter.shape[0], device=parameter.device)) // self.group["chunk_size"]
-        self.active[parameter] = chunk, layer
-        self.state[parameter] = {
-            "exp_avg": torch.zeros_like(parameter),
-            "exp_avg_sq": torch.zeros_like(parameter),
-            "counts": torch.zeros(layer.num_chunks, dtype=torch.float32, device=parameter.device),
-        }
-
-    @torch.no_grad()
-    def step(self, *, scale: torch.Tensor) -> None:
-        group = self.group
-        (beta1, beta2), lr = group["betas"], group["lr"]
-        for parameter, (chunk, layer) in self.active.items():
-            state = self.state[parameter]
-            rows = torch.ones_like(chunk, dtype=torch.bool)
-            if layer.active_chunks is not None and group["inactive"] == "skip":
-                chosen = torch.zeros_like(state["counts"])
-                chosen[layer.active_chunks] = 1
-                state["counts"] += chosen
-                rows = chosen[chunk] > 0
-            else:
-                state["counts"] += 1
-            grad = parameter.grad * scale  # type: ignore[operator]
-            count = state["counts"][chunk].double().clamp_min(1)
-            correction1, correction2 = ((1 - beta**count).float()[:, None] for beta in (beta1, beta2))
-            mean = beta1 * state["exp_avg"] + (1 - beta1) * grad
-            square = beta2 * state["exp_avg_sq"] + (1 - beta2) * grad * grad
-            update = (mean / correction1) / ((square / correction2).sqrt() + group["eps"])
-            moved = parameter * (1 - lr * group["weight_decay"]) - lr * update
-            for old, new in ((state["exp_avg"], mean), (state["exp_avg_sq"], square), (parameter, moved)):
-                old.copy_(torch.where(rows[:, None], new, old))
+    def step(self, *, scale: torch.Tensor) -> None:  # type: ignore[override]
+        torch._foreach_mul_([p.grad for group in self.param_groups for p in group["params"]], scale)
+        super().step()
 
 
 class ParallelTrainer(Trainer):
@@ -123,7 +86,8 @@ class ParallelTrainer(Trainer):
         data, out, resume, progress: as :class:`Trainer`; ``out`` is a folder that all ranks see, rank 0 writes the log.
 
     Raises:
-        FileExistsError, ValueError: as :class:`Trainer`; the batch does not divide, or a CUDA graph is wanted.
+        FileExistsError, ValueError: as :class:`Trainer`; the batch does not divide, a CUDA graph is wanted, or with ``"fsdp"``
+            rows without gradient are to rest: how many of a rank's rows have one is known to the device only.
     """
 
     def __init__(
@@ -142,6 +106,8 @@ class ParallelTrainer(Trainer):
             raise ValueError(
                 f"ParallelTrainer: batch_size must be a multiple of the ranks ({self.ranks}), got {config.batch_size}"
             )
+        if parallel == "fsdp" and config.mode != "dense" and config.inactive != "decay":
+            raise ValueError(f"ParallelTrainer: inactive must be 'decay' with fsdp, got {config.inactive!r}")
         if config.cuda_graph:
             raise ValueError("ParallelTrainer: cuda_graph must be off, got True")
         if out is not None and (Path(out) / "checkpoint.pt").exists():
@@ -159,7 +125,6 @@ class ParallelTrainer(Trainer):
 
     def _build(self) -> None:
         super()._build()
-        self._device_type = runtime.DEVICE.type
         if self.parallel == "ddp":
             if self.config.mode != "dense":
                 self.reduction = reduce_active_rows(self.model)
@@ -168,7 +133,7 @@ class ParallelTrainer(Trainer):
         before = {id(parameter): name for name, parameter in self.model.named_parameters()}
         for layer in self.layers.values():
             layer.compact_gradient = False  # FSDP2 wants gradients of the parameters' shape
-        mesh = init_device_mesh(self._device_type, (self.ranks,))
+        mesh = init_device_mesh(runtime.DEVICE.type, (self.ranks,))
         for block in self.model.blocks:
             fully_shard(block, mesh=mesh)
         self._forward = fully_shard(self.model, mesh=mesh)
@@ -180,12 +145,14 @@ class ParallelTrainer(Trainer):
         for group in self._rest_adam.param_groups:
             group["params"] = [self._own[before[id(p)]] for p in group["params"]]
         self._rest = [self._own[before[id(p)]] for p in self._rest]
-        sharded = _ShardedChunkAdamW(self._chunk_adam)
-        for name, layer in self.layers.items():
-            count = layer.weight.shape[0]
-            rows = -(-count // self.ranks)  # as torch.chunk cuts
-            sharded.add(self._own[f"{name}.weight"], min(self.rank * rows, count), layer)
-        self._chunk_adam = sharded  # type: ignore[assignment]
+        weights, decay = [self._own[f"{name}.weight"] for name in self.layers], self.config.weight_decay
+        self._chunk_adam = _AdamW(weights, self._chunk_lr, weight_decay=decay, **self._how)  # type: ignore[assignment]
+        # The chunk of each row; rows are cut as torch.chunk cuts.
+        self._chunks = {}
+        for layer, own in zip(self.layers.values(), weights, strict=True):
+            count = layer.out_features
+            first = min(self.rank * -(-count // self.ranks), count)
+            self._chunks[own] = (first + torch.arange(own.shape[0], device=own.device)) // self.config.chunk_size
 
     # --- a step ---
 
@@ -215,8 +182,8 @@ class ParallelTrainer(Trainer):
         for name, layer in self.layers.items():
             own = self._own[f"{name}.weight"]
             assert own.grad is not None
-            chunk = self._chunk_adam.active[own][0]  # type: ignore[attr-defined]
-            squares.append(own.grad.new_zeros(layer.num_chunks).index_add_(0, chunk, own.grad.square().sum(1)))
+            zeros = own.grad.new_zeros(layer.num_chunks)
+            squares.append(zeros.index_add_(0, self._chunks[own], own.grad.square().sum(1)))
         together = torch.cat(squares)
         dist.all_reduce(together)
         parts = together.sqrt().split([layer.num_chunks for layer in self.layers.values()])
@@ -248,13 +215,13 @@ class ParallelTrainer(Trainer):
         for name, parameter in self.model.named_parameters():
             own = parameter if self.parallel == "ddp" else self._own[name]
             optimizer: Any = self._rest_adam if any(own is p for p in self._rest) else self._chunk_adam
-            found = optimizer.state.setdefault(own, {})
-            if not found and optimizer is self._rest_adam:  # as it makes it in its first step
-                where = runtime.DEVICE if self._device_type == "cuda" else torch.device("cpu")
-                found["step"] = torch.zeros((), dtype=torch.float32, device=where)
-                found["exp_avg"], found["exp_avg_sq"] = torch.zeros_like(own), torch.zeros_like(own)
-            elif not found:
-                optimizer._state_of(own, self.config.chunk_size)
+            if isinstance(optimizer, ChunkAdamW):
+                found = optimizer._state_of(own, self.config.chunk_size)
+            else:
+                found = optimizer.state[own]
+                if not found:  # as it makes it in its first step
+                    found["step"] = torch.zeros((), dtype=torch.float32, device=runtime.DEVICE)
+                    found["exp_avg"], found["exp_avg_sq"] = torch.zeros_like(own), torch.zeros_like(own)
             moments[name] = {
                 key: self._as_part(parameter, value) if value.shape == own.shape and value.ndim else value
                 for key, value in found.items()
@@ -265,14 +232,8 @@ class ParallelTrainer(Trainer):
         """Return a tensor that is cut as ``parameter`` is, which shares ``value``'s memory."""
         if self.parallel == "ddp":
             return value
-        return DTensor.from_local(
-            value,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
+        how: dict[str, Any] = {"run_check": False, "shape": parameter.shape, "stride": parameter.stride()}
+        return DTensor.from_local(value, parameter.device_mesh, parameter.placements, **how)
 
     def save(self) -> None:
         """Write ``checkpoint-<step>``, then say in ``latest`` that it is whole, then drop the one before."""
