@@ -244,7 +244,7 @@ class Trainer:
             layer.mode = config.mode
             if config.sparse_dx == "inputs" and config.mode == "sparse_dw_dx" and name.split(".")[-1] in OUTPUTS:
                 layer.mode = "sparse_dw"
-        layout = Layout.of_fraction([layer.num_chunks for layer in self.layers.values()], config.active, device)
+        layout = Layout.of_fraction([layer.num_chunks for layer in self.layers.values()], config.active)
         self.scheduler = make_scheduler(config.scheduler, layout, seed=config.seed)
         self._lr, self._chunk_lr, self._loss, self._grad_norm = (torch.zeros((), device=device) for _ in range(4))
         of_chunks = self._weights()
@@ -361,7 +361,9 @@ class Trainer:
         config = self.config
         end = config.steps if until is None else min(until, config.steps)
         pending: list[torch.Tensor] = []  # losses and norms that nobody has read
-        with self._bar() as bar:
+        from tqdm import tqdm  # of the extra [train]
+
+        with tqdm(total=config.steps, initial=self.step, unit="step", disable=not self.progress) as bar:
             if self.step == 0 and end > 0 and not self.records:
                 self._evaluate()
             _wait()
@@ -371,7 +373,11 @@ class Trainer:
                 pending.append(torch.stack([self._loss, self._grad_norm]))
                 self.step += 1
                 last = self.step == end
-                if len(pending) == config.log_every or last or self._pauses():
+                if (
+                    len(pending) == config.log_every
+                    or last
+                    or self._due(config.eval_every, config.checkpoint_every, config.probe_every)
+                ):
                     values = torch.stack(pending).tolist()
                     took = time.perf_counter() - started
                     self.seconds += took
@@ -382,29 +388,15 @@ class Trainer:
                         self._evaluate()
                     if self._due(config.checkpoint_every) or last:
                         self.save()
-                    if bar is not None:
-                        bar.update(len(pending))
-                        bar.set_postfix(
-                            loss=f"{self.losses()[-1]:.3f}", validation=f"{self.validation_losses()[-1]:.3f}"
-                        )
+                    bar.update(len(pending))
+                    bar.set_postfix(loss=self.losses()[-1], validation=self.validation_losses()[-1])
                     pending.clear()
                     _wait()
                     started = time.perf_counter()  # what is done between steps does not count
         return self.records
 
-    def _bar(self) -> Any:
-        if not self.progress:
-            return contextlib.nullcontext()
-        from tqdm import tqdm
-
-        return tqdm(total=self.config.steps, initial=self.step, unit="step")
-
-    def _due(self, every: int) -> bool:
-        return every > 0 and self.step % every == 0
-
-    def _pauses(self) -> bool:
-        config = self.config
-        return any(self._due(every) for every in (config.eval_every, config.checkpoint_every, config.probe_every))
+    def _due(self, *every: int) -> bool:
+        return any(steps > 0 and self.step % steps == 0 for steps in every)
 
     @torch.no_grad()
     def evaluate(self) -> float:

@@ -27,7 +27,7 @@ class PlantedTeacher:
     Args:
         chunks, chunk_size, d_in: the student is (chunks * chunk_size, d_in).
         planted: chunks that differ at a time. period: steps until others are planted.
-        families: families of ``chunks / families`` chunks each, or ``None``.
+        families: families of ``chunks / families`` chunks each, which divide ``planted``; or ``None``.
         batch: rows of x. noise: standard deviation of the noise in the teacher's answers. seed: of all that is random.
 
     Attributes:
@@ -47,11 +47,6 @@ class PlantedTeacher:
         noise: float = 0.3,
         seed: int = 0,
     ) -> None:
-        if families is not None and (chunks % families or planted % (chunks // families)):
-            raise ValueError(
-                f"PlantedTeacher: families must divide chunks ({chunks}) into sizes that divide planted ({planted}), "
-                f"got {families}"
-            )
         self.chunks, self.chunk_size, self.d_in, self.planted, self.period = chunks, chunk_size, d_in, planted, period
         self.families, self.batch, self.noise, self.seed = families, batch, noise, seed
         self.device = runtime.DEVICE
