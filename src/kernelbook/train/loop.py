@@ -248,7 +248,8 @@ class Trainer:
         self.scheduler = make_scheduler(config.scheduler, layout, seed=config.seed)
         self._lr, self._chunk_lr, self._loss, self._grad_norm = (torch.zeros((), device=device) for _ in range(4))
         of_chunks = self._weights()
-        self._rest = list(self.model.parameters_but({id(p) for p in of_chunks}))
+        chunked = {id(p) for p in of_chunks}
+        self._rest = [p for p in self.model.parameters() if id(p) not in chunked]
         self._chunk_adam = ChunkAdamW(
             of_chunks, lr=self._chunk_lr, weight_decay=config.weight_decay, chunk_size=config.chunk_size,
             inactive=config.inactive, unique_rows=True, **ADAM,
