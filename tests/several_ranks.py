@@ -578,9 +578,6 @@ def resumes_fsdp(folder: Path) -> None:
     trainer = ParallelTrainer(SMALL, "fsdp", out=folder / "fsdp", progress=False, resume=True)
     assert trainer.step == 2
     trainer.run()
-    if trainer.rank == 0:
-        names = sorted(path.name for path in (folder / "fsdp").iterdir())
-        assert names == ["checkpoint-4", "config.json", "latest", "log.jsonl"], names
     _as_one(trainer)
 
 
@@ -608,7 +605,7 @@ def dies(folder: Path) -> None:
     trainer = ParallelTrainer(SMALL, "ddp", out=folder / "dies", progress=False)
     trainer.run(2)
     if trainer.rank == trainer.ranks - 1:
-        parallel.state_dict_saver.save = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+        trainer.save = lambda: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
     trainer.run()
 
 

@@ -263,12 +263,16 @@ class Trainer:
         self._rest_adam = torch.optim.AdamW([group for group in groups if group["params"]], lr=self._lr, **self._how)
         self._norms = torch.zeros(self.scheduler.layout.total, device=device)
         self._active_norms = torch.zeros_like(self._norms[: self.scheduler.layout.total_active])
-        self._inputs, self._targets = (t.clone() for t in self.data.batch(0))
+        self._inputs, self._targets = (t.clone() for t in self._part(self.data.batch(0)))
         self._calls = CapturedCalls("Trainer", capture=config.cuda_graph)
 
     def _decays(self, parameter: torch.Tensor) -> bool:
         embeddings = {id(self.model.tokens.weight), id(self.model.positions.weight)}
         return parameter.ndim > 1 and id(parameter) not in embeddings
+
+    def _part(self, batch: tuple[torch.Tensor, torch.Tensor]) -> Iterable[torch.Tensor]:
+        """Return this rank's part of a batch."""
+        return batch
 
     # --- a step, on the device alone ---
 
@@ -340,7 +344,7 @@ class Trainer:
     def _enqueue(self, step: int) -> None:
         """Start step number ``step`` (from 0), and wait for nothing."""
         config = self.config
-        for mine, new in zip((self._inputs, self._targets), self.data.batch(step), strict=True):
+        for mine, new in zip((self._inputs, self._targets), self._part(self.data.batch(step)), strict=True):
             mine.copy_(new)
         sparse = config.is_sparse(step)
         self._lr.fill_(config.lr_at(step))
@@ -403,7 +407,8 @@ class Trainer:
     def evaluate(self) -> float:
         """Return the mean loss over the validation batches."""
         found = []
-        for inputs, targets in self.data.validation_batches(self.config.eval_batches):
+        for batch in self.data.validation_batches(self.config.eval_batches):
+            inputs, targets = self._part(batch)
             with self._autocast():
                 found.append(self.model(inputs, targets))
         return float(torch.stack(found).mean())
@@ -461,8 +466,10 @@ class Trainer:
 
     def _history(self) -> dict[str, Any]:
         """Return what a checkpoint says of the run itself."""
-        config, digest = dataclasses.asdict(self.config), self.data.digest
-        return {"config": config, "digest": digest, "step": self.step, "seconds": self.seconds, "records": self.records}
+        return {
+            "config": dataclasses.asdict(self.config), "digest": self.data.digest, "fsdp": self.parallel == "fsdp",
+            "step": self.step, "seconds": self.seconds, "records": self.records,
+        }  # fmt: skip
 
     def _go_on(self, saved: Mapping[str, Any]) -> None:
         """Take over the history of a run; ``ValueError`` unless this is the same one."""
@@ -481,21 +488,40 @@ class Trainer:
             raise ValueError(
                 f"Trainer: the corpus must be that of the run in {self.out} ({saved['digest']}), got {self.data.digest}"
             )
+        if saved["fsdp"] != (self.parallel == "fsdp"):
+            raise ValueError(
+                f"Trainer: parallel must be 'fsdp' as in the run in {self.out}, or neither, got {self.parallel!r}"
+            )
         self.step, self.seconds, self.records = saved["step"], saved["seconds"], saved["records"]
 
-    def save(self) -> None:
-        """Write ``checkpoint.pt`` in one step: a run that is killed here leaves the one before."""
-        if self.out is None:
-            return
-        state = {
-            "run": self._history(),
+    def _state(self) -> dict[str, Any]:
+        """Return all that changes."""
+        return {
             "model": self.model.state_dict(),
             "chunk_adam": self._chunk_adam.state_dict(),
             "rest_adam": self._rest_adam.state_dict(),
             "scheduler": self.scheduler.state_dict(),
         }
-        with replacing(self.out / "checkpoint.pt") as file:
-            torch.save(state, file)
+
+    def _load(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        for optimizer, name, lr in (
+            (self._chunk_adam, "chunk_adam", self._chunk_lr),
+            (self._rest_adam, "rest_adam", self._lr),
+        ):
+            optimizer.load_state_dict(state[name])
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+
+    def save(self) -> None:
+        """Write ``checkpoint.pt`` in one step: a run that is killed here leaves the one before."""
+        if self.out is None:
+            return
+        state = {"run": self._history(), **self._state()}
+        if self.rank == 0:
+            with replacing(self.out / "checkpoint.pt") as file:
+                torch.save(state, file)
 
     def _resume(self, folder: Path) -> None:
         path = folder / "checkpoint.pt"
@@ -507,15 +533,7 @@ class Trainer:
         except Exception as error:  # torch.load raises many things for a file that is not its own
             raise ValueError(f"Trainer: {path} must be a checkpoint of a run, got another file") from error
         self._go_on(history)
-        self.model.load_state_dict(state["model"])
-        self.scheduler.load_state_dict(state["scheduler"])
-        for optimizer, name, lr in (
-            (self._chunk_adam, "chunk_adam", self._chunk_lr),
-            (self._rest_adam, "rest_adam", self._lr),
-        ):
-            optimizer.load_state_dict(state[name])
-            for group in optimizer.param_groups:
-                group["lr"] = lr
+        self._load(state)
 
 
 @contextlib.contextmanager

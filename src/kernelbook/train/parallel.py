@@ -5,29 +5,23 @@ parameters (``ddp``), or holds a part of each and of its moments (``fsdp``). Gra
 active rows alone, see :mod:`kernelbook.distributed.gradients`. All ranks see the same averaged gradients, so their schedulers
 choose the same chunks.
 
-Checkpoints are PyTorch's distributed ones: a run goes on, exactly, on any number of ranks that divides its batch. They lie in
-``checkpoint-<step>``, and the file ``latest`` says which one is whole: a rank that is killed while it writes leaves the one
-before.
+Rank 0 writes checkpoints, of whole tensors: a run goes on, exactly, on any number of ranks that divides its batch.
 """
 
-import json
-import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from kernelbook import arguments, runtime
-from kernelbook.distributed.gradients import Reduction, reduce_active_rows
+from kernelbook.distributed.gradients import reduce_active_rows
 from kernelbook.distributed.sharding import fully_shard
-from kernelbook.train.loop import Data, TrainConfig, Trainer, make_data
-from kernelbook.train.optimizer import ChunkAdamW
+from kernelbook.train.loop import Data, TrainConfig, Trainer
 
 __all__ = ["PARALLEL", "ParallelTrainer", "start"]
 
@@ -45,28 +39,9 @@ def start() -> None:
     if runtime.DEVICE.type == "cuda":
         device = torch.device("cuda", dist.get_node_local_rank(0))
         torch.cuda.set_device(device)
-        # Checkpoints are agreed upon by CPU messages.
         dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
     else:
         dist.init_process_group("gloo")
-
-
-class _Part:
-    """This rank's part of the data."""
-
-    def __init__(self, data: Data, rank: int, ranks: int) -> None:
-        self.data, self.rank, self.ranks = data, rank, ranks
-        self.vocab_size, self.digest = data.vocab_size, data.digest
-
-    def _own(self, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        inputs, targets = (part.chunk(self.ranks)[self.rank] for part in batch)
-        return inputs, targets
-
-    def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._own(self.data.batch(step))
-
-    def validation_batches(self, count: int) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-        return (self._own(batch) for batch in self.data.validation_batches(count))
 
 
 class _AdamW(torch.optim.AdamW):
@@ -110,24 +85,18 @@ class ParallelTrainer(Trainer):
             raise ValueError(f"ParallelTrainer: inactive must be 'decay' with fsdp, got {config.inactive!r}")
         if config.cuda_graph:
             raise ValueError("ParallelTrainer: cuda_graph must be off, got True")
-        if out is not None and (Path(out) / "checkpoint.pt").exists():
-            raise ValueError(f"ParallelTrainer: {out} holds a run on one GPU, which goes on without --parallel")
-        self.reduction: Reduction | None = None
-        part = _Part(make_data(config) if data is None else data, self.rank, self.ranks)
-        super().__init__(config, part, out=out, resume=resume, progress=progress and self.rank == 0)
+        super().__init__(config, data, out=out, resume=resume, progress=progress and self.rank == 0)
 
     # --- what a run is made of ---
 
-    @property
-    def reduced_bytes(self) -> int:
-        """Return what the last step put into all-reduces of sparse layers' gradients."""
-        return 0 if self.reduction is None else self.reduction.bytes
+    def _part(self, batch: tuple[torch.Tensor, torch.Tensor]) -> Iterable[torch.Tensor]:
+        return (part.chunk(self.ranks)[self.rank] for part in batch)
 
     def _build(self) -> None:
         super()._build()
         if self.parallel == "ddp":
             if self.config.mode != "dense":
-                self.reduction = reduce_active_rows(self.model)
+                reduce_active_rows(self.model)
             self._forward: Any = DistributedDataParallel(self.model)
             return
         before = {id(parameter): name for name, parameter in self.model.named_parameters()}
@@ -138,7 +107,7 @@ class ParallelTrainer(Trainer):
             fully_shard(block, mesh=mesh)
         self._forward = fully_shard(self.model, mesh=mesh)
         if self.config.mode != "dense":
-            self.reduction = reduce_active_rows(self.model)
+            reduce_active_rows(self.model)
         # What an optimizer moves are this rank's parts, as ordinary tensors: its arithmetic is element by element.
         self._sharded: dict[str, Any] = dict(self.model.named_parameters())
         self._own = {name: torch.nn.Parameter(p.detach().to_local()) for name, p in self._sharded.items()}
@@ -147,6 +116,7 @@ class ParallelTrainer(Trainer):
         self._rest = [self._own[before[id(p)]] for p in self._rest]
         weights, decay = [self._own[f"{name}.weight"] for name in self.layers], self.config.weight_decay
         self._chunk_adam = _AdamW(weights, self._chunk_lr, weight_decay=decay, **self._how)  # type: ignore[assignment]
+        self._parameter_of = {own: self._sharded[name] for name, own in self._own.items()}
         # The chunk of each row; rows are cut as torch.chunk cuts.
         self._chunks = {}
         for layer, own in zip(self.layers.values(), weights, strict=True):
@@ -161,8 +131,6 @@ class ParallelTrainer(Trainer):
         return value.div_(self.ranks)
 
     def _backward(self) -> None:
-        if self.reduction is not None:
-            self.reduction.bytes = 0
         self.model.zero_grad(set_to_none=True)
         with self._autocast():
             loss = self._forward(self._inputs, self._targets)
@@ -208,59 +176,32 @@ class ParallelTrainer(Trainer):
 
     # --- checkpoints ---
 
-    def _state(self) -> dict[str, Any]:
-        """Return all that changes, of this rank: parts that say which parts they are, and copies. The same keys on every rank."""
-        state: dict[str, Any] = {"model": self.model.state_dict(), "scheduler": self.scheduler.state_dict()}
-        moments: dict[str, Any] = {}
-        for name, parameter in self.model.named_parameters():
-            own = parameter if self.parallel == "ddp" else self._own[name]
-            optimizer: Any = self._rest_adam if any(own is p for p in self._rest) else self._chunk_adam
-            if isinstance(optimizer, ChunkAdamW):
-                found = optimizer._state_of(own, self.config.chunk_size)
-            else:
-                found = optimizer.state[own]
-                if not found:  # as it makes it in its first step
-                    found["step"] = torch.zeros((), dtype=torch.float32, device=runtime.DEVICE)
-                    found["exp_avg"], found["exp_avg_sq"] = torch.zeros_like(own), torch.zeros_like(own)
-            moments[name] = {
-                key: self._as_part(parameter, value) if value.shape == own.shape and value.ndim else value
-                for key, value in found.items()
+    def _mapped(self, state: dict[str, Any], change: Callable[[Any, Any], Any]) -> dict[str, Any]:
+        """Return a state in which ``change(parameter, tensor)`` stands for each tensor that is cut as a parameter is."""
+        state = {**state, "model": {name: change(self._sharded[name], p) for name, p in state["model"].items()}}
+        for name, optimizer in (("chunk_adam", self._chunk_adam), ("rest_adam", self._rest_adam)):
+            cut = [self._parameter_of[p] for group in optimizer.param_groups for p in group["params"]]
+            moments = {
+                i: {key: _local(change(cut[i], value)) if value.ndim else value for key, value in found.items()}
+                for i, found in state[name]["state"].items()
             }
-        return {**state, "moments": moments}
+            state[name] = {**state[name], "state": moments}
+        return state
 
-    def _as_part(self, parameter: Any, value: torch.Tensor) -> torch.Tensor:
-        """Return a tensor that is cut as ``parameter`` is, which shares ``value``'s memory."""
-        if self.parallel == "ddp":
-            return value
-        how: dict[str, Any] = {"run_check": False, "shape": parameter.shape, "stride": parameter.stride()}
-        return DTensor.from_local(value, parameter.device_mesh, parameter.placements, **how)
+    def _state(self) -> dict[str, Any]:
+        return self._mapped(super()._state(), _whole) if self.parallel == "fsdp" else super()._state()
 
-    def save(self) -> None:
-        """Write ``checkpoint-<step>``, then say in ``latest`` that it is whole, then drop the one before."""
-        if self.out is None:
-            return
-        name = f"checkpoint-{self.step}"
-        # As text: nested numbers would become entries of their own.
-        state = {**self._state(), "run": json.dumps(self._history())}
-        state_dict_saver.save(state, checkpoint_id=str(self.out / name))
-        self._write_text("latest", name)
-        if self.rank == 0:
-            for old in self.out.glob("checkpoint-*"):
-                if old.name != name:
-                    shutil.rmtree(old, ignore_errors=True)
-        dist.barrier()
+    def _load(self, state: dict[str, Any]) -> None:
+        if self.parallel == "fsdp":
+            state = self._mapped(state, lambda p, whole: distribute_tensor(whole, p.device_mesh, p.placements))
+        super()._load(state)
 
-    def _resume(self, folder: Path) -> None:
-        latest = folder / "latest"
-        found = [latest.read_text() if self.rank == 0 and latest.exists() else None]
-        dist.broadcast_object_list(found, 0)
-        if found[0] is None:
-            return
-        checkpoint = str(folder / found[0])
-        # Whether it is this run's comes first: parts of another shape would be refused less clearly.
-        text = {"run": ""}
-        state_dict_loader.load(text, checkpoint_id=checkpoint)
-        self._go_on(json.loads(text["run"]))
-        state = self._state()
-        state_dict_loader.load(state, checkpoint_id=checkpoint)  # in place
-        self.scheduler.load_state_dict(state["scheduler"])
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _whole(parameter: Any, part: torch.Tensor) -> torch.Tensor:
+    """Return the tensor of which each rank has a part, cut as ``parameter`` is."""
+    how: dict[str, Any] = {"run_check": False, "shape": parameter.shape, "stride": parameter.stride()}
+    return DTensor.from_local(_local(part), parameter.device_mesh, parameter.placements, **how).full_tensor()
