@@ -292,7 +292,7 @@ def _train(sizes: Sizes, one: dict[str, list[float]]) -> Iterator[dict[str, str]
             "eval_batches": 1,
             **dict(sizes.settings),
         }
-        base = dataclasses.replace(CONFIGS[name], task="copy", **how)
+        base = dataclasses.replace(CONFIGS[name], corpus="topics", inactive="decay", **how)
         shape = f"width={base.width} depth={base.depth} context={base.context} active={base.active:g}"
         for batch in sorted({each * ranks, strong}):
             parallels = ("ddp", "fsdp") if batch == strong else ("ddp",)

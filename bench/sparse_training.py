@@ -111,7 +111,7 @@ def step_gflop(config: TrainConfig, vocab_size: int) -> float:
         share = 1.0
         if name in sparse and config.mode != "dense":
             count = d_out // config.chunk_size
-            share = Layout.of_fraction([count], config.active, torch.device("cpu")).active[0] / count
+            share = Layout.of_fraction([count], config.active).active[0] / count
         sparse_dx = config.mode == "sparse_dw_dx" and (config.sparse_dx == "all" or name not in OUTPUTS)
         dw, dx = share, share if sparse_dx else 1.0
         total += config.depth * d_in * d_out * (1 + dw + dx)
