@@ -14,7 +14,7 @@ import triton.language as tl
 from kernelbook import runtime
 from kernelbook.attention.kernels import Rows, _flash_attention_bwd_delta_kernel, _length, _place, _visible
 from kernelbook.packed import NF4
-from kernelbook.packed.kernels import bits, halves, in_two, load_tile, table
+from kernelbook.packed.kernels import bits, in_two, load_tile, table
 from kernelbook.tiles import dot, grouped
 
 
@@ -211,9 +211,10 @@ def _bytes_kernel(code_ptr, out_ptr, dtype: tl.constexpr):
 def _halves_kernel(scale_ptr, out_ptr, parts_ptr, dtype: tl.constexpr, COUNT: tl.constexpr):
     offs = tl.arange(0, COUNT)
     first, second = in_two(tl.load(scale_ptr + offs), dtype)
-    places = out_ptr + 2 * offs[:, None] + tl.arange(0, 2)[None, :]
-    tl.store(places, halves(first, dtype).to(tl.float32))
-    tl.store(places + 2 * COUNT, halves(second, dtype).to(tl.float32))
+    half = tl.arange(0, 2)[None, :]
+    places = out_ptr + 2 * offs[:, None] + half
+    tl.store(places, (first[:, None] >> 16 * half).to(tl.int16).to(dtype, bitcast=True).to(tl.float32))
+    tl.store(places + 2 * COUNT, (second[:, None] >> 16 * half).to(tl.int16).to(dtype, bitcast=True).to(tl.float32))
     tl.store(parts_ptr + offs, bits(tl.load(scale_ptr + offs).to(dtype)))
 
 
