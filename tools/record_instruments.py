@@ -950,7 +950,7 @@ def together() -> Recording:
     elements = layers * experts * 3 * hidden * inner
 
     def four_bits(double: bool) -> float:  # without the bfloat16 that dequantizing writes
-        return nf4_bench.dequantize_gbytes(elements, 64, double) * 1e9 - 2 * elements
+        return nf4_bench.dequantize_gbytes(elements, double) * 1e9 - 2 * elements
 
     parts = {
         "bfloat16, frozen": {"weights": 2.0 * elements},
