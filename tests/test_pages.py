@@ -153,7 +153,8 @@ def test_a_page(context: Any, address: str, page_name: str) -> None:
     page, complaints = opened_in(context, address + page_name)
     # What Python's warnings begin with, a figure and a number of NumPy that came as text, and roles that a cell's output does not know.
     assert not re.search(
-        r"site-packages|ipykernel_[0-9]|&lt;Figure size|np\.(?:int|float)64\(|\{(?:doc|ref|term|glue:text)\}", page.content()
+        r"site-packages|ipykernel_[0-9]|&lt;Figure size|np\.(?:int|float)64\(|\{(?:doc|ref|term|glue:text)\}",
+        page.content(),
     )
     for width in WIDTHS:
         page.set_viewport_size({"width": width, "height": 900})
