@@ -143,12 +143,11 @@ def test_numbers_that_vary_compile_no_kernel_anew(vary: Callable[[], None], monk
 
 
 def test_what_no_kernel_takes_is_refused() -> None:
-    with pytest.raises(TypeError, match="Launch: arguments must be tensors, with strides or without, numbers, None or descriptors, got str"):
+    with pytest.raises(
+        TypeError,
+        match="Launch: arguments must be tensors, with strides or without, numbers, None or descriptors, got str",
+    ):
         _key(_storage, "16")
-    with pytest.raises(TypeError, match="Launch: arguments must have a tensor among them, got none"):
-        _key(16)
-    with pytest.raises(TypeError, match="constants of _arguments_kernel must be constexpr parameters, got n"):
-        launch.Launch(JITFunction(_arguments_kernel), n=3, BLOCK=64)
 
 
 class _FakeKernel:

@@ -112,6 +112,8 @@ def test_a_router_of_more_columns_than_one_step_has(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_files(tmp_path: Path) -> None:
-    assert sparse_inference.main(["--out", str(tmp_path), "--tiny", "--steps", "2", "--predictor-steps", "1"]) == 0
+    sizes = {"shares": (0.25,), "batches": (1,), "samples": 1, "count": 2}
+    about = {"run": record.new_run(), **record.environment("sparse_inference")}
+    sparse_inference.measure(CONFIG, tmp_path, about, rank=4, predictor_steps=1, **sizes)
     rows = pd.read_csv(tmp_path / "sparse_inference.csv")
     assert list(rows.columns) == list(record.COLUMNS) and set(rows["provider"]) == {"dense", "kernelbook"}

@@ -163,17 +163,8 @@ class Launch:
     """
 
     def __init__(self, kernel: Any, /, **constants: Any) -> None:
-        parameters = getattr(kernel, "params", ())  # the interpreter's functions don't tell
-        wrong = [p.name for p in parameters if p.name in constants and not p.is_constexpr]
-        if wrong:
-            raise TypeError(
-                f"Launch: constants of {kernel.__name__} must be constexpr parameters, got {', '.join(wrong)}"
-            )
         self.kernel, self.constants = kernel, constants
         self._compiled: dict[tuple[Any, ...], _Compiled] = {}
-
-    def __repr__(self) -> str:
-        return f"Launch({self.kernel.__name__}, {self.constants})"
 
     def __call__(self, grid: tuple[int, ...], *args: Any) -> None:
         """Launch ``grid`` programs (one to three numbers) on the device of the tensors, on its current stream.
@@ -238,8 +229,6 @@ class Launch:
                 raise TypeError(
                     f"Launch: arguments must be tensors, with strides or without, numbers, None or descriptors, got {kind.__name__}"
                 )
-        if tensor is None:
-            raise TypeError("Launch: arguments must have a tensor among them, got none")
         return tuple(key), values, tensor
 
     def _by_triton(self, grid: tuple[int, ...], args: tuple[Any, ...]) -> Any:
