@@ -517,8 +517,8 @@ def bytes_stay_bytes(folder: Path) -> None:
 
 
 SMALL = dataclasses.replace(
-    CONFIGS["tiny"], task="copy", width=32, depth=1, context=5, batch_size=12, steps=4, dense_steps=1, log_every=2,
-    eval_every=0, eval_batches=1, checkpoint_every=2, lr_warmup=1, refresh_every=2, attention="torch",
+    CONFIGS["tiny"], corpus=__file__, vocab_size=260, width=32, depth=1, context=5, batch_size=12, steps=4, dense_steps=1,
+    log_every=2, inactive="decay", eval_every=0, eval_batches=1, checkpoint_every=2, lr_warmup=1, refresh_every=2, attention="torch",
 )  # fmt: skip
 
 
@@ -554,9 +554,6 @@ def resumes_fsdp(folder: Path) -> None:
     trainer = ParallelTrainer(SMALL, "fsdp", out=folder / "fsdp", progress=False, resume=True)
     assert trainer.step == 2
     trainer.run()
-    if trainer.rank == 0:
-        names = sorted(path.name for path in (folder / "fsdp").iterdir())
-        assert names == ["checkpoint-4", "config.json", "latest", "log.jsonl"], names
     _as_one(trainer)
 
 
@@ -568,7 +565,7 @@ def measures(folder: Path) -> None:
     timing.wall = lambda call, samples, **how: wall(call, samples=1, **how)  # type: ignore[assignment]
     several_gpus.moe_block.MODELS["small"] = (4, 32, 32, 2)
     small = several_gpus.Sizes(
-        models=("small",), tokens=((4,),), layers=2,
+        models=("small",), tokens=((4,),),
         train=("tiny",), settings=(("context", 8), ("refresh_every", 5)), sequences=(1, 2), steps=1, samples=2,
     )  # fmt: skip
     rows = {name: list(section()) for name, section in several_gpus.sections(small).items()}
@@ -584,7 +581,7 @@ def dies(folder: Path) -> None:
     trainer = ParallelTrainer(SMALL, "ddp", out=folder / "dies", progress=False)
     trainer.run(2)
     if trainer.rank == trainer.ranks - 1:
-        parallel.state_dict_saver.save = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+        trainer.save = lambda: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
     trainer.run()
 
 

@@ -65,8 +65,7 @@ def test_several_ranks(tmp_path: Path) -> None:
     _assert_all_passed(output, 3, *three)
     assert code != 0 and "ok dies" not in output
     assert "SIGKILL" in output  # torchrun says who it was
-    assert (tmp_path / "dies" / "latest").read_text() == "checkpoint-2"
-    assert (tmp_path / "dies" / "checkpoint-2" / ".metadata").is_file()
+    assert torch.load(tmp_path / "dies" / "checkpoint.pt")["run"]["step"] in (2, 4)
 
 
 def test_a_mesh_of_two_dimensions(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from kernelbook import memory
 
@@ -187,12 +188,6 @@ def poisoned_empty() -> Iterator[None]:
         yield
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [item for item in value if isinstance(item, torch.Tensor)]
-
-
 def _run(
     fn: Callable[..., Any],
     inputs: Mapping[str, Any],
@@ -208,7 +203,7 @@ def _run(
             value = value.detach() if dtype is None else value.detach().to(dtype)
             value.requires_grad_(name in wanted)
         own[name] = value
-    outputs = _tensors(fn(**own))
+    outputs = [out for out in tree_leaves(fn(**own)) if isinstance(out, torch.Tensor)]
     if upstream is None or not wanted:
         return [out.detach() for out in outputs], []
     grads = torch.autograd.grad(
