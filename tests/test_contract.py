@@ -130,7 +130,8 @@ def test_more_than_2_31_elements(name: str) -> None:
     grads = torch.autograd.grad(y[last.start * per_row :], list(leaves.values()), dy)
 
     def part(function: Callable[..., Any] | None, dtype: torch.dtype) -> list[torch.Tensor]:
-        small = {n: v.to(dtype) if isinstance(v, torch.Tensor) and v.is_floating_point() else v for n, v in few.items()}
+        kept = case.float32 if dtype != torch.float64 else ()
+        small = {n: v.to(dtype) if n in floats(few) and n not in kept else v for n, v in few.items()}
         small |= {n: small[n].detach().requires_grad_() for n in leaves}
         others = {n: v.to(dtype) if n in floats(given) and n not in few else v for n, v in given.items()}
         (out,) = case.results(others | small, function)

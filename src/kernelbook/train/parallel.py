@@ -1,8 +1,8 @@
 """One run on several ranks: ``torchrun -m kernelbook train --parallel ddp | fsdp``.
 
 The batch of a step is the configuration's, cut among the ranks, so that losses are those of one rank. Every rank trains all
-parameters (``ddp``), or holds a part of each and of its moments (``fsdp``). Gradients of sparse layers travel with their
-active rows alone, see :mod:`kernelbook.distributed.gradients`. All ranks see the same averaged gradients, so their schedulers
+parameters (``ddp``; gradients of sparse layers travel with their active rows alone), or holds a part of each and of its moments
+(``fsdp``), see :mod:`kernelbook.distributed.gradients`. All ranks see the same averaged gradients, so their schedulers
 choose the same chunks.
 
 Rank 0 writes checkpoints, of whole tensors: a run goes on, exactly, on any number of ranks that divides its batch.
@@ -106,8 +106,6 @@ class ParallelTrainer(Trainer):
         for block in self.model.blocks:
             fully_shard(block, mesh=mesh)
         self._forward = fully_shard(self.model, mesh=mesh)
-        if self.config.mode != "dense":
-            reduce_active_rows(self.model)
         # What an optimizer moves are this rank's parts, as ordinary tensors: its arithmetic is element by element.
         self._sharded: dict[str, Any] = dict(self.model.named_parameters())
         self._own = {name: torch.nn.Parameter(p.detach().to_local()) for name, p in self._sharded.items()}
