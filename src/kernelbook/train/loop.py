@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -25,7 +25,7 @@ from kernelbook.train.schedulers import SCHEDULERS, make_scheduler
 from kernelbook.train.synthetic import score_chunks
 from kernelbook.train.text import TextData
 
-__all__ = ["CHOICES", "CONFIGS", "Data", "TrainConfig", "Trainer", "make_data", "replacing"]
+__all__ = ["CHOICES", "CONFIGS", "TrainConfig", "Trainer", "make_data", "replacing"]
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "mode": ("dense", "sparse_dw", "sparse_dw_dx"),
@@ -41,19 +41,6 @@ LEAST = dict.fromkeys(("batch_size", "steps", "log_every", "eval_batches"), 1) |
     ("dense_steps", "refresh_every", "eval_every", "checkpoint_every", "probe_every", "lr_warmup"), 0
 )
 ADAM: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8}
-
-
-class Data(Protocol):
-    """The data that the loop trains on; all of it follows from seed and step."""
-
-    vocab_size: int
-    digest: str
-
-    def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets of a training step."""
-
-    def validation_batches(self, count: int) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-        """Inputs and targets to evaluate on."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,7 +164,7 @@ CONFIGS: dict[str, TrainConfig] = {
 }  # fmt: skip
 
 
-def make_data(config: TrainConfig) -> Data:
+def make_data(config: TrainConfig) -> TextData:
     """Return the data that a configuration asks for."""
     names = ("corpus", "vocab_size", "batch_size", "context", "seed")
     return TextData(**{name: getattr(config, name) for name in names})
@@ -209,7 +196,7 @@ class Trainer:
     def __init__(
         self,
         config: TrainConfig,
-        data: Data | None = None,
+        data: TextData | None = None,
         *,
         out: Path | str | None = None,
         resume: bool = False,
@@ -221,7 +208,7 @@ class Trainer:
         self.out = None if out is None else Path(out)
         if self.out is not None and not resume and (self.out / "log.jsonl").exists():
             raise FileExistsError(f"Trainer: {self.out} holds a run already; resume it, or choose another folder")
-        self.data: Data = make_data(config) if data is None else data
+        self.data = make_data(config) if data is None else data
         self.step, self.seconds = 0, 0.0
         self.records: list[dict[str, Any]] = []
         self._build()
