@@ -473,17 +473,20 @@ def test_forward_mode_is_refused_not_left_out(name: str) -> None:
 
 
 @_that("autocast", gradients=True)
-def test_autocast_gives_gradients_in_the_dtype_of_their_tensors(name: str) -> None:
+def test_autocast_is_a_call_with_lowered_arguments(name: str) -> None:
+    """Gradients have the dtypes of their tensors."""
     case = CASES[name]
     given = case.of()
-    expected = _with_gradients(case, given)
     with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
-        found = _with_gradients(case, given)
-    count = len(case.leaves(given))
-    for ours, real in zip(found[-count:], expected[-count:], strict=True):
-        floor = 2 * check.FLOOR[torch.bfloat16]
-        check.compare("", ours, real, real.bfloat16().float(), factor=check.GRADIENT_FACTOR, floor=floor).require()
-    assert all(t.dtype in (torch.bfloat16, torch.float32) for t in found[:-count])
+        found = _with_gradients(case, _copied(given))
+    lowered = {*floats(given)} - {*case.float32} if case.lowered is None else case.lowered
+
+    def lower(**given: Any) -> list[torch.Tensor]:
+        results = case.results({n: v.bfloat16() if n in lowered else v for n, v in given.items()})
+        return [t.to(ours.dtype) for t, ours in zip(results, found, strict=False)]
+
+    _equal(found, _with_gradients(case, _copied(given), call=lower))
+    assert all(t.dtype in (torch.bfloat16, torch.float32) for t in found)
 
 
 # --- gradients --------------------------------------------------------------------------------------------------------
@@ -745,7 +748,7 @@ FAULTS: dict[str, tuple[Callable[..., None], tuple[Any, ...], Callable[..., Any]
     ),
     "forward mode": (test_forward_mode_is_refused_not_left_out, (), lambda x, weight: x * weight),
     "autocast": (
-        test_autocast_gives_gradients_in_the_dtype_of_their_tensors, (), lambda x, weight: x.double() * weight,
+        test_autocast_is_a_call_with_lowered_arguments, (), lambda x, weight: x * weight,
     ),
     "a gradient": (test_gradients_are_those_of_differences, (), _with_backward(lambda ctx, dy: 3 * ctx.saved_tensors[0] * dy)),
     "of gradients": (

@@ -38,15 +38,16 @@ SIZES_OF_LAYER_NORM = SIZES | {"bias": (False, True), "mean": (0.0, 100.0), "eps
 
 CASES = {
     "layer_norm": Case(
-        function=layer_norm, given=given_layer_norm, reference=layer_norm_reference, baseline=_layer_norm,
+        function=layer_norm, given=given_layer_norm, reference=layer_norm_reference, baseline=_layer_norm, lowered=(),
         what="normalize rows, with their mean", sizes=SIZES_OF_LAYER_NORM, real=REAL, large={"m": 2**19 + 5, "n": 4096},
     ),
     "rms_norm": Case(
         function=rms_norm, given=given_rms_norm, reference=rms_norm_reference, what="normalize rows; add a residual first",
-        plain={"residual": True}, real=REAL, large={"m": 2**19 + 5, "n": 4096},
+        plain={"residual": True}, lowered=(), real=REAL, large={"m": 2**19 + 5, "n": 4096},
     ),
     "rms_norm of a sum": Case(
-        function=rms_norm, given=given_rms_norm, options={"residual": True}, reference=rms_norm_reference, rows=("x", "residual"), sizes=SIZES | {"residual": (False, True)}, real=REAL,
+        function=rms_norm, given=given_rms_norm, options={"residual": True}, reference=rms_norm_reference, rows=("x", "residual"),
+        lowered=(), sizes=SIZES | {"residual": (False, True)}, real=REAL,
     ),
 }  # fmt: skip
 

@@ -77,7 +77,7 @@ CASES = {
     ),
     "sparse_backward": Case(
         function=sparse_backward, given=_given_parts, options={"names": "x weight dy"}, reference=_backward,
-        rows=("x", "dy"), grads=("x", "dy"),  # of dW, the first result
+        rows=("x", "dy"), lowered=(), grads=("x", "dy"),  # of dW, the first result
         factor=check.GRADIENT_FACTOR, what="the three gradients in one call", part=True, sizes=SIZES | COMPACT, real=REAL,
     ),
     "sparse_dw, compact": Case(
