@@ -17,7 +17,7 @@ import pytest
 from compiled_kernels import ALIKE, REPORTS, ROOMS, compiled
 
 from kernelbook import runtime
-from kernelbook.lab.compiled import CompiledKernel, CompileError, compile_calls, compile_each, write_reports
+from kernelbook.lab.compiled import CompileError, compile_calls
 
 # isort: split
 import triton
@@ -279,61 +279,6 @@ def test_kernels_compile_without_spilling(rooms: tuple[str, ...], targets: tuple
 def test_the_page_holds_what_the_compiler_says() -> None:
     written = compiled_kernels.TABLE.read_text()
     assert written == compiled_kernels.table(REPORTS).to_csv(index=False, lineterminator="\n"), "run 'make compiled'"
-
-
-def test_stored_reports_are_found_only_for_what_they_are_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = """
-import kernelbook
-import triton, triton.language as tl
-FACTOR = tl.constexpr(2)
-@triton.jit
-def _scaled(x):
-    return x * FACTOR
-@triton.constexpr_function
-def _half(n):
-    return n // 2
-@triton.constexpr_function
-def tile(n):
-    return _half(n)
-def offs():
-    return "what a variable of the kernel is called, too"
-@triton.jit
-def scale(x_ptr, n, BLOCK: tl.constexpr):
-    SIZE: tl.constexpr = tile(BLOCK)
-    offs = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    tl.store(x_ptr + offs, _scaled(tl.load(x_ptr + offs, mask=offs < n, other=0.0)), mask=offs < n)
-"""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(SRC.parent)]))
-    code = "import scaling, torch\nscaling.scale[(8,)](torch.empty(1024), 1024, 128, num_warps=2)"
-    reports = tmp_path / "reports.csv"
-
-    def run(text: str, *codes: str, targets: tuple[str, ...] = ("sm_90",), every: int = 0) -> list[CompiledKernel]:
-        (tmp_path / "scaling.py").write_text(text)
-        found = compile_each(codes or (code,), targets, reports=reports, recompile_every=every)
-        return [kernel for of_code in found for kernel in of_code]
-
-    (first,) = run(source)
-    assert not first.stored
-    write_reports(reports, [first])
-    # A line above changes no kernel; what it is given and the target do.
-    four = code.replace("num_warps=2", "num_warps=4")
-    found = run("\n# a comment\n" + source, code, four, targets=("sm_90", "sm_80"), every=1)
-    assert [kernel.stored for kernel in found] == [True, False, False, False]
-    # So does what it calls and what it reads, and any name: a report is made anew rather than taken from another text.
-    texts = [
-        source.replace(*read)
-        for read in (("x * FACTOR", "x + FACTOR"), ("constexpr(2)", "constexpr(3)"), ("n // 2", "n // 4"))
-    ]
-    texts.append(source.replace("what a variable", "what some variable"))
-    texts.append(source.replace("BLOCK", "WIDTH").replace("SIZE", "STEP").replace("x_ptr", "data_ptr"))
-    for i, text in enumerate(texts):
-        assert text != source
-        (tmp_path / f"scaling_{i}.py").write_text(text)
-    found = run(source, *(code.replace("scaling", f"scaling_{i}") for i in range(len(texts))))
-    assert [kernel.stored for kernel in found] == [False, False, False, False, False]
-    reports.write_text(reports.read_text().replace(f",{first.registers},", f",{first.registers + 8},"))
-    with pytest.raises(CompileError, match="the stored report is"):
-        run(source, every=1)
 
 
 def test_reports_and_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

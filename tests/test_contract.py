@@ -261,6 +261,20 @@ def test_no_rows_give_nothing_and_zeros(name: str) -> None:
     assert any(t.numel() == 0 for t in found)
 
 
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        (n, s)
+        for n, c in COMPARED.items()
+        for s, sizes in c.sizes.items()
+        if sizes[0] == 0 and (s == "share" or type(sizes[0]) is int)
+    ],
+)
+def test_no_elements_give_nothing_or_zeros(name: str, size: str) -> None:
+    """Of any size that may be zero: rows, columns, what a sum is over."""
+    COMPARED[name].check(COMPARED[name].of(torch.float16, **{size: 0}))
+
+
 @pytest.mark.parametrize("name", [n for n, c in CASES.items() if c.rows and {*c.rows} <= {"x", "dy", "residual"}])
 @pytest.mark.parametrize("leading", ((4,), (2, 2), (1, 4, 1), (4, 0, 2)), ids=label)
 def test_any_leading_dimensions(name: str, leading: tuple[int, ...]) -> None:
@@ -730,6 +744,7 @@ FAULTS: dict[str, tuple[Callable[..., None], tuple[Any, ...], Callable[..., Any]
     "strides": (
         test_strides_change_nothing, (_every_second, torch.float32), lambda x, weight: x.as_strided(x.shape, (32, 1)) * weight,
     ),
+    "no elements": (test_no_elements_give_nothing_or_zeros, ("m",), lambda x, weight: x * weight if len(x) else weight[None]),
     "no rows": (test_no_rows_give_nothing_and_zeros, (), lambda x, weight: x.sum(0) * weight + (len(x) == 0)),
     "leading dimensions": (test_any_leading_dimensions, ((2, 2),), lambda x, weight: x.mT.reshape(x.shape) * weight),
     "leading dimensions, lost": (test_any_leading_dimensions, ((2, 2),), lambda x, weight: x.flatten(0, -2) * weight),

@@ -1,112 +1,19 @@
 """What only a GPU can tell, in few and short tests: kernels that the interpreter cannot run, many times over."""
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import kernelbook as kb
 
 # isort: split
 import pytest
 import torch
-from tensors import guarded_memory, packed, randn
+from tensors import guarded_memory, randn
 
 from kernelbook import check, memory, runtime
-from kernelbook.moe_lora import moe_lora_reference, scatter2scatter_reference
+from kernelbook.moe_lora import moe_lora_reference
 
 pytestmark = pytest.mark.gpu
 BF16, F16 = torch.bfloat16, torch.float16
-
-
-def _given(*shape: int, dtype: torch.dtype = BF16, scale: float = 1.0) -> torch.Tensor:
-    """Random numbers that were drawn on the CPU: a process of few launches need not load kernels for that."""
-    return (torch.randn(shape) * scale).to(runtime.DEVICE, dtype)
-
-
-def _run(function: Callable[..., torch.Tensor], inputs: dict[str, torch.Tensor], grads: Sequence[str]) -> list[Any]:
-    leaves = {name: t.detach().requires_grad_(name in grads) for name, t in inputs.items()}
-    out = function(**leaves)
-    upstream = torch.linspace(-1, 1, out.numel(), device=out.device).to(out.dtype).view(out.shape)
-    return [out.detach(), *(torch.autograd.grad(out, [leaves[n] for n in grads], upstream) if grads else ())]
-
-
-def _check(
-    ours: Callable[..., torch.Tensor],
-    reference: Callable[..., torch.Tensor],
-    inputs: dict[str, torch.Tensor],
-    grads: Sequence[str] = (),
-    times: int = 15,
-) -> None:
-    """By the rule of check.py; then the same bits again and again."""
-    check.check_op(ours, reference, inputs, grads=grads)
-    found = _run(ours, inputs, grads)
-    for _ in range(times):
-        assert all(torch.equal(a, b) for a, b in zip(_run(ours, inputs, grads), found, strict=True))
-
-
-# kind, tokens, N, K, rank, whether there are a bias, gates, a gradient of x; few rows a matrix, and each height of tiles.
-PACKED = (
-    ("64", 9, 256, 512, 0, False, False),
-    ("64", 3, 208, 320, 0, True, False),
-    ("64 double", 9, 208, 320, 0, True, False),
-    ("32", 9, 208, 320, 0, False, False),
-    ("4096 double", 9, 208, 320, 0, False, False),
-    ("nvfp4", 9, 208, 320, 0, True, False),
-    ("64", 40, 256, 512, 0, False, False),
-    ("64", 40, 208, 320, 0, True, True),
-    ("64 double", 40, 208, 320, 20, True, False),
-    ("32", 40, 208, 320, 0, False, True),
-    ("nvfp4", 40, 208, 320, 3, False, True),
-    ("64", 100, 256, 512, 16, False, False),
-    ("64 double", 100, 208, 320, 0, False, True),
-    ("4096 double", 100, 208, 320, 80, True, True),
-    ("64", 700, 256, 512, 0, False, False),
-    ("64 double", 700, 208, 320, 20, True, True),
-)
-
-
-@pytest.mark.parametrize("dtype", (BF16, F16), ids=("bf16", "f16"))
-@pytest.mark.parametrize("problem", PACKED, ids=lambda p: "-".join(map(str, p)))
-def test_packed_experts(problem: tuple[Any, ...], dtype: torch.dtype) -> None:
-    kind, tokens, n, k, rank, has_bias, backward = problem
-    if dtype == F16 and (kind != "64" or tokens == 100):
-        pytest.skip("once is enough")
-    experts = 5
-    ids = torch.rand(tokens, experts).argsort(1)[:, :2]
-    ids = ids.masked_fill(torch.rand(ids.shape) < 0.15, experts).to(runtime.DEVICE)
-    q = packed(kind, experts, n, k)
-    w = kb.nf4_dequantize(q, dtype=torch.float32).transpose(1, 2)
-    inputs = {"x": _given(tokens, k, dtype=dtype)}
-    if rank:
-        inputs["lora_a"] = _given(experts, rank, k, dtype=dtype, scale=k**-0.5)
-        inputs["lora_b"] = _given(experts, n, rank, dtype=dtype)
-    if has_bias:
-        inputs["bias"] = _given(experts, n, dtype=dtype)
-    given = {"scaling": 0.5} | ({} if rank else {"lora_a": None, "lora_b": None})
-    _check(
-        functools.partial(kb.moe_lora, w=q, routing=kb.route(ids, experts), **given),
-        lambda **t: moe_lora_reference(w=w.to(t["x"].dtype), expert_ids=ids, **given, **t),
-        inputs,
-        ("x",) if backward else (),
-        times=40,
-    )
-
-
-@pytest.mark.parametrize("grouped_in", (False, True))
-@pytest.mark.parametrize("tokens", (9, 40, 300))
-def test_packed_experts_in_sorted_order(tokens: int, grouped_in: bool) -> None:
-    experts, n, k = 5, 208, 320
-    ids = torch.rand(tokens, experts).argsort(1)[:, :2].masked_fill(torch.rand(tokens, 2) < 0.15, experts)
-    ids = ids.to(runtime.DEVICE)
-    q = packed("64", experts, n, k)
-    w = kb.nf4_dequantize(q, dtype=torch.float32).transpose(1, 2)
-    how = {"grouped_in": grouped_in, "grouped_out": not grouped_in}
-    _check(
-        functools.partial(kb.scatter2scatter, w=q, routing=kb.route(ids, experts), **how),
-        lambda x: scatter2scatter_reference(x, w.to(x.dtype), ids, **how),
-        {"x": _given(2 * tokens if grouped_in else tokens, k)},
-        ("x",),
-    )
 
 
 @pytest.mark.parametrize(("tokens", "k"), ((40, 192), (40, 1088), (120, 1088)))
@@ -159,21 +66,3 @@ def test_packed_products_take_64_bit_offsets() -> None:
     y = kb.moe_lora(x, q, None, None, routing)[-16:]
     w = kb.nf4_dequantize(q, dtype=torch.float32)[0].double()
     assert check.relative_error(y, x[-16:].double() @ w.t()) < 0.01
-
-
-@pytest.mark.parametrize("tokens", (1, 16))
-def test_shares_of_a_sum_meet(tokens: int) -> None:
-    """Programs that add up others' sums, and a second kernel that starts before the first has ended."""
-    x, up, down = (
-        randn(tokens, 1024, dtype=BF16),
-        randn(4000, 1024, dtype=BF16) / 32,
-        randn(4000, 1024, dtype=BF16) / 32,
-    )
-    rows = torch.randperm(4000, device=x.device)[:1500]
-    hidden = (x.double() @ up[rows].double().t()).relu().to(BF16)
-    truth, plain = hidden.double() @ down[rows].double(), hidden @ down[rows]
-    call = functools.partial(kb.scatter_ffn, x, up, down, rows)
-    check.compare("out", call(), truth, plain).require()
-    first = call()
-    for _ in range(300):
-        assert torch.equal(call(), first)

@@ -125,18 +125,6 @@ def test_a_module_takes_the_state_of_pytorchs_and_says_what_is_wrong() -> None:
 # --- edges ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", ((0, 8), (3, 0), (2, 0, 8)), ids=label)
-@pytest.mark.parametrize("norm", NORMS)
-def test_empty_inputs(shape: tuple[int, ...], norm: Any) -> None:
-    x = randn(*shape).requires_grad_()
-    w, b = (randn(shape[-1]).requires_grad_() for _ in range(2))
-    with check.poisoned_empty():
-        y = norm(x, w, b)
-        dx, dw, db = torch.autograd.grad(y, (x, w, b), torch.ones_like(y))
-    assert y.shape == x.shape and dx.shape == x.shape
-    assert not dw.any() and not db.any() and dw.shape == w.shape
-
-
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "x is a scalar": ({"x": randn}, "x must have at least one dimension, got a scalar"),
     "weight of another length": ({"weight": lambda: randn(7)}, r"weight must have shape \(8,\), got \(7,\)"),

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,10 +11,9 @@ from tensors import guarded_memory, label, packed, randn, refused
 import kernelbook as kb
 from kernelbook import arguments, check, runtime
 from kernelbook.lab.compiled import compile_calls
-from kernelbook.moe_lora import kernels, moe_lora_reference, route_reference, scatter2scatter_reference
+from kernelbook.moe_lora import kernels, moe_lora_reference, route_reference
 from kernelbook.moe_lora.routing import tiles_of_height
 from kernelbook.nf4 import kernels as nf4_kernels
-from kernelbook.study.moe_lora import lora_gradients, shrink_products
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LORA = ("lora_a", "lora_b")
@@ -107,63 +105,6 @@ def test_route(name: str) -> None:
 
 # --- outputs and gradients ------------------------------------------------------------------------------------------
 
-# T, E, k, K, N: fewer tokens than a tile has rows, a prime number of experts, K = 1, N odd, every expert for every token,
-# tiles of more than one step, more rows than a tile has.
-PROBLEMS = (
-    (3, 5, 2, 40, 50),
-    (30, 7, 3, 1, 33),
-    (20, 3, 3, 48, 65),
-    (9, 11, 1, 136, 72),
-    (70, 2, 1, 24, 200),
-)
-
-
-@pytest.mark.parametrize("strategy", ("fused", "split"))
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=label)
-@pytest.mark.parametrize("problem", PROBLEMS, ids=label)
-def test_outputs_and_gradients(problem: tuple[int, ...], dtype: torch.dtype, strategy: str) -> None:
-    tokens, experts, slots, k, n = problem
-    ids = _experts(tokens, experts, slots, 0.2)
-    _check(_inputs(ids, experts, k, n, 3, dtype, with_bias=True, gates=dtype), ids, strategy=strategy)
-
-
-@pytest.mark.parametrize("rank", (1, 16, 100))
-def test_ranks(rank: int) -> None:
-    ids = _experts(14, 3, 2)
-    for strategy in ("fused", "split"):
-        _check(_inputs(ids, 3, 24, 40, rank, torch.bfloat16), ids, strategy=strategy)
-
-
-@pytest.mark.parametrize("grouped_in", (False, True))
-@pytest.mark.parametrize("grouped_out", (False, True, "gates"))
-def test_grouped_and_scattered(grouped_in: bool, grouped_out: bool | str) -> None:
-    for dtype, strategy in ((torch.float16, "fused"), (torch.float32, "split")):
-        ids = _experts(25, 5, 2, 0.2)
-        gates = torch.float32 if grouped_out == "gates" else None
-        inputs = _inputs(ids, 5, 40, 48, 4, dtype, grouped_in=grouped_in, with_bias=True, gates=gates)
-        _check(inputs, ids, strategy=strategy, grouped_in=grouped_in, grouped_out=grouped_out is True)
-        if grouped_out != "gates":
-            how = {"grouped_in": grouped_in, "grouped_out": grouped_out}
-            check.check_op(
-                functools.partial(kb.scatter2scatter, routing=kb.route(ids, 5), **how),
-                functools.partial(scatter2scatter_reference, expert_ids=ids, **how),
-                {name: inputs[name] for name in ("x", "w")},
-                grads=("x", "w"),
-            )
-
-
-SKEWED = {
-    "one expert has all": lambda: torch.full((40, 1), 2, device=runtime.DEVICE),
-    "some have none": lambda: _experts(40, 3, 2) * 2,
-}
-
-
-@pytest.mark.parametrize("name", SKEWED)
-def test_skewed_routing(name: str) -> None:
-    ids = SKEWED[name]()
-    for strategy in ("fused", "split"):
-        _check(_inputs(ids, 6, 40, 24, 16, torch.float16, with_bias=True, gates=torch.float16), ids, strategy=strategy)
-
 
 # A small tile in a large one, tall and wide ones.
 TILES = (
@@ -187,44 +128,6 @@ def test_every_way_to_cut_the_product(tiles: kernels.Tiles, strategy: str, monke
             _check(inputs | {"w": w}, ids, strategy=strategy, grouped_in=grouped_in)
 
 
-# --- layouts --------------------------------------------------------------------------------------------------------
-
-
-def _scattermoe(experts: int, rank: int, k: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A (E r, K) and B (N, E r), the expert slowest in both."""
-    a, b = randn(experts * rank, k, dtype=torch.float16), randn(n, experts * rank, dtype=torch.float16)
-    return a.view(experts, rank, k), b.view(n, experts, rank).permute(1, 0, 2)
-
-
-def _peft(experts: int, rank: int, k: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A (E r, K) with the expert slowest, B (N, r E) with the expert fastest."""
-    a, b = randn(experts * rank, k, dtype=torch.float16), randn(n, rank * experts, dtype=torch.float16)
-    return a.view(experts, rank, k), b.view(n, rank, experts).permute(2, 0, 1)
-
-
-@pytest.mark.parametrize("strategy", ("fused", "split"))
-@pytest.mark.parametrize("layout", (_scattermoe, _peft), ids=("scattermoe", "peft"))
-def test_layouts_of_the_factors(layout: Callable[..., tuple[torch.Tensor, torch.Tensor]], strategy: str) -> None:
-    for rank in (3, 16):
-        ids = _experts(20, 5, 2)
-        lora_a, lora_b = layout(5, rank, 40, 48)
-        inputs = {**_inputs(ids, 5, 40, 48, rank, torch.float16), "lora_a": lora_a / 6, "lora_b": lora_b}
-        assert inputs["lora_b"].stride() == lora_b.stride()
-        _check(inputs, ids, strategy=strategy)
-
-
-def test_zero_sizes() -> None:
-    dtype = torch.float16
-    for tokens, k, n in ((0, 8, 24), (4, 8, 0), (4, 0, 24)):
-        ids = _experts(tokens, 3, 2)
-        for gates in (None, dtype):
-            inputs = _inputs(ids, 3, max(k, 1), n, 2, dtype, with_bias=True, gates=gates)
-            if k == 0:
-                inputs |= {"x": inputs["x"][:, :0], "w": inputs["w"][:, :0], "lora_a": inputs["lora_a"][:, :, :0]}
-            for strategy in ("fused", "split"):
-                _check(inputs, ids, strategy=strategy)
-
-
 # --- what LoRA promises ---------------------------------------------------------------------------------------------
 
 
@@ -235,16 +138,6 @@ def test_without_scaling_it_is_the_base(strategy: str) -> None:
     inputs = _inputs(ids, 5, 40, 48, 4, torch.float16)
     y = kb.moe_lora(**inputs, routing=routing, strategy=strategy, scaling=0.0)
     assert torch.equal(y, kb.scatter2scatter(inputs["x"], inputs["w"], routing))
-
-
-@pytest.mark.parametrize("grouped_in", (False, True))
-@pytest.mark.parametrize("gates", (None, torch.float32), ids=label)
-def test_without_a_pair(grouped_in: bool, gates: torch.dtype | None) -> None:
-    """Biases and gates, and their gradients, where there is no low-rank update."""
-    ids = _experts(20, 5, 2, 0.1)
-    inputs = _inputs(ids, 5, 40, 33, 4, torch.float32, grouped_in=grouped_in, with_bias=True, gates=gates)
-    del inputs["lora_a"], inputs["lora_b"]
-    _check(inputs, ids, grouped_in=grouped_in, lora_a=None, lora_b=None)
 
 
 @pytest.mark.parametrize("strategy", ("fused", "split"))
@@ -285,31 +178,6 @@ def test_slots_to_skip_are_zero_and_do_not_leak(strategy: str, gates: torch.dtyp
     assert (dx[3] == 0).all()
     finite = grads[:-1] if gates is not None else grads
     assert all(bool(torch.isfinite(grad).all()) for grad in finite)
-
-
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=label)
-def test_gradients_of_the_factors_in_both_ways(dtype: torch.dtype) -> None:
-    ids = _experts(40, 5, 2, 0.1)
-    routing = kb.route(ids, 5)
-    inputs = _inputs(ids, 5, 40, 150, 4, dtype)
-    inputs = {**inputs, "dy": randn(80, 150, dtype=dtype)}
-    del inputs["w"]
-
-    def exact(
-        x: torch.Tensor, dy: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        with torch.enable_grad():
-            a, b = lora_a.detach().requires_grad_(), lora_b.detach().requires_grad_()
-            y = moe_lora_reference(x, x.new_zeros(5, 40, 150), a, b, ids, scaling=0.5)
-            return torch.autograd.grad(y, (a, b), dy)
-
-    for saved in (True, False):
-
-        def ours(saved: bool = saved, **given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            products = shrink_products(**given, routing=routing, scaling=0.5) if saved else None
-            return lora_gradients(**given, routing=routing, scaling=0.5, saved=products)
-
-        check.check_op(ours, exact, inputs, forward_factor=check.GRADIENT_FACTOR)
 
 
 # --- packed experts -------------------------------------------------------------------------------------------------

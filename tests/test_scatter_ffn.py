@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tensors import far_apart, guarded_memory, label, randn, refused
+from tensors import far_apart, guarded_memory, randn, refused
 
 import kernelbook as kb
 from kernelbook import arguments, check, operators, runtime
@@ -133,28 +133,6 @@ def test_every_way_to_compute_it(name: str, gated: bool) -> None:
 # --- values and gradients -------------------------------------------------------------------------------------------
 
 
-# (M, K, N, K_out, L): one of everything, sizes that are no powers of two, more than one tile, all neurons.
-PROBLEMS = ((1, 40, 100, 33, 17), (2, 72, 130, 24, 70), (16, 64, 96, 40, 96), (37, 17, 50, 70, 9))
-
-
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=label)
-@pytest.mark.parametrize("gated", (False, True), ids=("plain", "gated"))
-@pytest.mark.parametrize("problem", PROBLEMS, ids=label)
-def test_outputs_and_gradients(problem: tuple[int, ...], gated: bool, dtype: torch.dtype) -> None:
-    m, k, n, k_out, count = problem
-    network = _network(m, k, n, k_out, dtype, gated=gated, bias=gated)
-    _check_ffn(network, _neurons(n, count), "silu" if gated else "relu")
-
-
-@pytest.mark.parametrize("gated", (False, True), ids=("plain", "gated"))
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_activations(activation: str, gated: bool) -> None:
-    network = _network(5, 24, 40, 16, torch.float16, gated=gated, bias=True)
-    _check_ffn(network, _neurons(40, 20), activation)
-    if not gated:
-        _check_gather(network, _neurons(40, 20), activation)
-
-
 def test_activations_are_those_of_pytorch_also_far_out() -> None:
     z = torch.tensor([-1e4, -50.0, -3.0, -0.0, 0.0, 1e-3, 3.0, 50.0, 1e4, float("nan")], device=runtime.DEVICE)
     one = torch.ones(1, 1, device=runtime.DEVICE)
@@ -181,13 +159,6 @@ def test_no_neuron_and_none_given(gated: bool) -> None:
         assert torch.equal(ours, theirs)
         by_list = kb.scatter_ffn(**leaves, neurons=_neurons(40, 40), activation=activation)
         torch.testing.assert_close(by_list, theirs, rtol=1e-4, atol=1e-5)
-
-
-def test_zero_sizes() -> None:
-    for m, k, n, k_out in ((0, 8, 40, 6), (4, 0, 40, 6), (4, 8, 40, 0), (4, 8, 0, 6)):
-        network = _network(m, k, n, k_out, bias=True)
-        _check_ffn(network, _neurons(n, min(n, 3)))
-        _check_gather(network, _neurons(n, min(n, 3)))
 
 
 # --- what is not listed ---------------------------------------------------------------------------------------------

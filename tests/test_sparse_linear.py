@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tensors import guarded_memory, label, randn, refused, with_tensor_cores
+from tensors import guarded_memory, randn, refused, with_tensor_cores
 
 import kernelbook as kb
 from kernelbook import arguments, check, operators, runtime
@@ -74,27 +74,6 @@ def _check_all(
         )
 
 
-# (M, d_in, d_out, chunk, active): chunks read in boxes and by pointers, a shorter last chunk, sizes that are no powers of
-# two, one active chunk, all of them.
-PROBLEMS = (
-    (70, 48, 256, 64, 2),
-    (33, 20, 100, 24, 3),
-    (130, 72, 96, 16, 1),
-    (40, 136, 300, 128, 2),
-    (1, 1, 17, 16, 1),
-)
-
-
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=label)
-@pytest.mark.parametrize("problem", PROBLEMS, ids=label)
-def test_outputs_and_gradients(problem: tuple[int, ...], dtype: torch.dtype) -> None:
-    m, d_in, d_out, chunk, count = problem
-    _check_all(
-        randn(m, d_in, dtype=dtype), randn(d_out, d_in, dtype=dtype), randn(d_out, dtype=dtype),
-        randn(m, d_out, dtype=dtype), _chunks(d_out, chunk, count), chunk,
-    )  # fmt: skip
-
-
 def _plan(r: int, d: int, k: int, split: int, boxes: bool) -> kernels.Plan:
     blocks = {"BLOCK_R": r, "BLOCK_D": d, "BLOCK_K": k, "GROUP": 8}
     return kernels.Plan(kernels.triton.Config(blocks, num_warps=4, num_stages=3), split, boxes)
@@ -128,15 +107,6 @@ def test_every_way_to_cut_the_work(plan: kernels.Plan, wanted: str, monkeypatch:
     check.check_op(ours, reference, inputs, forward_factor=check.GRADIENT_FACTOR)
 
 
-def test_no_active_chunk_and_all_of_them() -> None:
-    x, weight, bias, dy = (randn(*shape, dtype=torch.float16) for shape in ((9, 24), (70, 24), (70,), (9, 70)))
-    none, every = _chunks(70, 16, 0), _chunks(70, 16, 5)
-    _check_all(x, weight, bias, dy, none, 16)
-    _check_all(x, weight, bias, dy, every, 16)
-    assert not kb.sparse_dw(x, dy, none)[0].any() and not kb.sparse_dx(dy, weight, none).any()
-    assert kb.sparse_dw(x, dy, none, compact=True)[0].shape == (0, 24)
-
-
 def test_without_ids_and_in_mode_dense_it_is_linear() -> None:
     x, weight, bias = (t.requires_grad_() for t in (randn(3, 5, 8), randn(40, 8), randn(40)))
     plain = torch.autograd.grad(F.linear(x, weight, bias).square().sum(), (x, weight, bias))
@@ -146,13 +116,6 @@ def test_without_ids_and_in_mode_dense_it_is_linear() -> None:
     ):
         for a, b in zip(torch.autograd.grad(ours.square().sum(), (x, weight, bias)), plain, strict=True):
             assert torch.equal(a, b)
-
-
-def test_zero_sizes() -> None:
-    dtype = torch.float16
-    for m, d_in, d_out in ((0, 8, 40), (4, 0, 40), (4, 8, 0)):
-        x, weight, dy = randn(m, d_in, dtype=dtype), randn(d_out, d_in, dtype=dtype), randn(m, d_out, dtype=dtype)
-        _check_all(x, weight, randn(d_out, dtype=dtype), dy, _chunks(d_out, 16, 2), 16)
 
 
 # --- what an inactive chunk holds -----------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ def _layer_norm(
     return functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
-SIZES = {"m": (0, 257), "n": (1, 4096), "weight": (False, True)}
+SIZES = {"m": (0, 257), "n": (0, 4096), "weight": (False, True)}
 SIZES_OF_LAYER_NORM = SIZES | {"bias": (False, True), "mean": (0.0, 100.0), "eps": (1e-5, 1e-3)}
 
 CASES = {

@@ -47,7 +47,7 @@ def _backward(x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor, compact: 
     return *sparse_dw_reference(x, dy, compact=compact, **given), sparse_dx_reference(dy, weight, **given)
 
 
-SIZES = {"m": (0, 257), "d_in": (1, 257), "d_out": (1, 512), "chunk": [16, 48, 64], "share": [0.0, 0.1, 0.5, 1.0]}
+SIZES = {"m": (0, 257), "d_in": (0, 257), "d_out": (0, 512), "chunk": [16, 48, 64], "share": [0.0, 0.1, 0.5, 1.0]}
 EVERY_CHUNK = {"share": 1.0, "mode": "sparse_dw_dx"}
 COMPACT = {"compact": [False, True]}
 REAL = tuple(
