@@ -77,7 +77,7 @@ REAL = tuple(
 CASES = {
     "route": Case(
         function=_lists, given=lambda experts=3, **sizes: {"expert_ids": choose(experts=experts, **sizes), "num_experts": experts},
-        reference=route_reference, rows=("expert_ids",), grads=(), but=("forward mode",), what="sort tokens by expert",
+        reference=route_reference, rows=("expert_ids",), grads=(), but=("forward mode", "rows alone"), what="sort tokens by expert",
         sizes={name: SIZES[name] for name in ("tokens", "experts", "slots", "skipped")},
     ),
     "scatter2scatter": Case(

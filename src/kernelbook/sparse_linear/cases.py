@@ -69,7 +69,7 @@ CASES = {
     ),
     "sparse_dw": Case(
         function=sparse_dw, given=_given_parts, options={"names": "x dy"}, reference=sparse_dw_reference,
-        rows=("x", "dy"), what="chosen rows of a weight's gradient", part=True, sizes=SIZES | COMPACT, real=REAL,
+        rows=("x", "dy"), but=("rows alone",), what="chosen rows of a weight's gradient", part=True, sizes=SIZES | COMPACT, real=REAL,
     ),
     "sparse_dx": Case(
         function=sparse_dx, given=_given_parts, options={"names": "dy weight"}, reference=sparse_dx_reference,
@@ -77,7 +77,7 @@ CASES = {
     ),
     "sparse_backward": Case(
         function=sparse_backward, given=_given_parts, options={"names": "x weight dy"}, reference=_backward,
-        rows=("x", "dy"), lowered=(), grads=("x", "dy"),  # of dW, the first result
+        rows=("x", "dy"), but=("rows alone",), lowered=(), grads=("x", "dy"),  # of dW, the first result
         factor=check.GRADIENT_FACTOR, what="the three gradients in one call", part=True, sizes=SIZES | COMPACT, real=REAL,
     ),
     "sparse_dw, compact": Case(
