@@ -151,10 +151,8 @@ def test_the_same_bits_in_every_run(name: str) -> None:
             assert all(torch.equal(a, b) for a, b in zip(first, _with_gradients(case, _copied(given)), strict=True))
 
 
-def _rows_are_the_same_alone(case: Case) -> bool:
+def _rows_are_the_same_alone(case: Case, given: Given) -> bool:
     """Results of a row, and gradients of what it is computed from: alone, among others, and in another order."""
-    sizes = {s: min(c[1], 40) for s, c in case.sizes.items() if isinstance(c, tuple) and type(c[1]) is int}
-    given = case.of(**sizes)
     leaves = [n for n in case.leaves(given) if n in case.rows]
 
     def of(which: torch.Tensor) -> list[torch.Tensor]:
@@ -171,17 +169,23 @@ def _rows_are_the_same_alone(case: Case) -> bool:
     )
 
 
+def _many_rows(case: Case) -> Given:
+    return case.of(**{s: min(c[1], 40) for s, c in case.sizes.items() if isinstance(c, tuple) and type(c[1]) is int})
+
+
 @pytest.mark.parametrize("name", [n for n, c in CASES.items() if c.rows and "rows alone" not in c.but and c.sizes])
 def test_rows_have_the_same_bits_in_any_batch(name: str) -> None:
+    case = CASES[name]
+    given = [case.of(torch.bfloat16, **sizes) for sizes in case.real] if DEVICE.type == "cuda" else [_many_rows(case)]
     with kb.same_bits():
-        assert _rows_are_the_same_alone(CASES[name])
+        assert all(_rows_are_the_same_alone(case, each) for each in given)
 
 
 @pytest.mark.skipif(not runtime.INTERPRET, reason="on a GPU rules change their mind at larger sizes")
 @pytest.mark.parametrize("name", ("nf4_matmul", "scatter_ffn", "gather_matmul"))
 def test_without_the_mode_rows_have_other_bits(name: str) -> None:
     """Else the property above would say nothing."""
-    assert not _rows_are_the_same_alone(CASES[name])
+    assert not _rows_are_the_same_alone(CASES[name], _many_rows(CASES[name]))
 
 
 @_that("plans")
