@@ -12,14 +12,12 @@ import nbformat
 import pandas as pd
 import pytest
 import torch
-import yaml
 from programs import program
 
 from kernelbook import runtime
 from kernelbook.lab import chapters, plots, record
 
 # isort: split
-import triton.language as tl
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -159,13 +157,6 @@ def test_steps_are_one_case_that_is_checked_and_knows_its_providers() -> None:
 
 
 WORDS = 2_800  # of prose in a chapter, without exercises, listings, tables and formulas
-# Words of the glossary that every page is full of, which nobody looks up twice.
-EVERYDAY = {"baseline", "block", "grid", "kernel", "launch", "mask", "program", "thread", "tile"}
-GLOSSARY = re.search(
-    r"^```{glossary}\n(.*?)^```$", (ROOT / "book" / "notation.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
-)
-assert GLOSSARY is not None
-TERMS = [line for line in GLOSSARY[1].splitlines() if line and not line.startswith(" ") and line not in EVERYDAY]
 CODE_FENCE = re.compile(
     r"^(`{3,})(?:\{(?:literalinclude|include|figure|instrument|code-cell)\}|\w+).*?^\1$", re.MULTILINE | re.DOTALL
 )
@@ -179,37 +170,11 @@ def prose_of(cells: list[Any]) -> str:
     return re.sub(r"^(\|.*\||`{3,}.*|:[\w-]+:.*|\([\w-]+\)=)$", "", text, flags=re.MULTILINE)
 
 
-# Chapters in which a word of the glossary means another thing.
-OTHERWISE = {
-    "launches": {"lock"},
-    "several_gpus": {"rank"},
-    "sparse_training": {"race", "rank"},
-    # Of a tensor in memory.
-    "layer_norm": {"layout"},
-    "nf4": {"layout"},
-    "nf4_products": {"layout"},
-    "sparse_linear": {"layout"},
-}
-
-
-def unlinked_terms(prose: str, terms: list[str]) -> list[str]:
-    """Terms of the glossary that a text uses and nowhere links."""
-    linked = {
-        term.lower()
-        for one, other in re.findall(r"\{term\}`(?:[^`<]*<([^`>]+)>|([^`<]+))`", prose)
-        for term in (one, other)
-    }
-    plain = re.sub(r"^#.*$", "", prose, flags=re.MULTILINE)
-    plain = re.sub(r"(\{[\w:]+\})?`[^`\n]+`|\$[^$\n]+\$|\[[^\]]*\]\([^)]*\)", " ", plain)
-    return [term for term in terms if term.lower() not in linked and re.search(rf"\b{re.escape(term)}s?\b", plain)]
-
-
 @pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem)
-def test_a_chapter_is_short_and_links_its_terms(path: Path) -> None:
+def test_a_chapter_is_short(path: Path) -> None:
     prose = prose_of(nbformat.read(path, as_version=4).cells)
     words = re.sub(r"\$[^$\n]+\$|`[^`\n]+`", "x", re.sub(r"\]\(http[^)]*\)", "]", prose))
     assert len(re.findall(r"\w[\w'.,-]*", words)) <= WORDS, "split it"
-    assert not set(unlinked_terms(prose, TERMS)) - OTHERWISE.get(path.stem, set())
 
 
 LEVELS = {
@@ -233,22 +198,3 @@ def test_an_exercise_says_how_hard_and_how_long_it_is(path: Path) -> None:
         assert says is not None and says[1] in LEVELS and 0 < int(says[2]) <= 120, f"{label}: {line[:60]}"
     opened = re.findall(r"\{solution-(start|end)\}", text)
     assert opened == ["start", "end"] * (len(opened) // 2), "a solution is not opened and closed once"
-
-
-def test_functions_of_triton_link_to_their_reference() -> None:
-    """Each chapter links the pages of those functions that no chapter before it has used."""
-    contents = yaml.safe_load((ROOT / "_toc.yml").read_text(encoding="utf-8"))
-    files = [chapter["file"] for part in contents["parts"] for chapter in part["chapters"]]
-    known: set[str] = set()
-    missing = []
-    for file in (file for file in files if file.startswith("notebooks/")):
-        text, code = "", ""
-        for cell in nbformat.read(ROOT / f"{file}.ipynb", as_version=4).cells:
-            if cell.cell_type == "markdown" and re.search(r"^## Exercises", cell.source, re.MULTILINE):
-                break
-            text, code = (text, code + cell.source) if cell.cell_type == "code" else (text + cell.source, code)
-        used = {name for name in re.findall(r"\btl\.([a-z_0-9]+)\(", code) if callable(getattr(tl, name, None))}
-        known |= set(re.findall(r"triton\.language\.([a-z_0-9]+)\.html", text))
-        missing += [f"{file}: tl.{name}" for name in sorted(used - known) if not isinstance(getattr(tl, name), type)]
-        known |= used
-    assert not missing
