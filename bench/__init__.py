@@ -11,8 +11,9 @@ import importlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pandas as pd
 import torch
 
 from bench import baselines
@@ -20,18 +21,16 @@ from kernelbook import runtime
 from kernelbook.lab import record, timing
 from kernelbook.lab.timing import Case
 
-if TYPE_CHECKING:
-    import pandas as pd
-
 __all__ = [
     "CASE_BY_CASE",
     "NAMES",
     "ROOMS",
     "Bench",
+    "Calls",
+    "Tensors",
     "bench",
     "benches",
     "compiled",
-    "first_call",
     "forget",
     "passes",
     "routing",
@@ -40,6 +39,8 @@ __all__ = [
     "write_ceilings",
 ]
 
+Tensors = Sequence[torch.Tensor]
+Calls = dict[str, Callable[[], Tensors]]
 # The rooms: each is a package of this name.
 ROOMS = ("attention", "layer_norm", "moe_lora", "nf4", "scatter_ffn", "sparse_linear")
 CASE_BY_CASE = (*ROOMS, "moe_block")
@@ -58,7 +59,6 @@ class Bench:
         left_out: what is not measured though one would expect it, and why.
         cases: what is measured, case by case.
         models: further cases, at the sizes of published models; their file is ``models.csv``.
-        host_calls: small calls, whose cost is the host's.
         extras: tables of another kind as they come, each with the stem of its file.
         keys: of files with other columns the columns that tell one row from another, by the stem.
         run: measures into a folder, where a table and a clock of its own take the place of cases. Returns the exit code.
@@ -71,8 +71,7 @@ class Bench:
     left_out: tuple[str, ...] = ()
     cases: Callable[[], Iterable[Case]] | None = None
     models: Callable[[], Iterable[Case]] = tuple
-    host_calls: Callable[[], Mapping[str, Callable[[], object]]] = dict
-    extras: Callable[[], Iterator[tuple[str, "pd.DataFrame"]]] | None = None
+    extras: Callable[[], Iterator[tuple[str, pd.DataFrame]]] | None = None
     keys: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
     run: Callable[..., int] | None = None
     options: tuple[str, ...] = ()
@@ -161,11 +160,6 @@ def compiled(function: Callable[..., Any], **how: Any) -> Callable[..., Any]:
         False  # it forbids to run a backward pass twice, which is what measuring does
     )
     return torch.compile(function, dynamic=False, **how)
-
-
-def first_call(op: str, shape: Mapping[str, Any], x_name: str, x: float, codes: Mapping[str, str]) -> Case:
-    """The wall-clock time of a first call with empty caches: by provider its code, see ``timing.first_call_ms``."""
-    return timing.Case(op, "first_call", torch.bfloat16, shape, x_name, x, 0.0, 0.0, lambda: timing.FirstCall(codes))
 
 
 def row(

@@ -1,28 +1,24 @@
 """What is measured of ``attention``: forward, backward and a few queries beside PyTorch's own attention, FlexAttention and,
-where they are installed, FlashAttention-4 and FlashInfer, packed sequences, pages beside contiguous keys, and the errors."""
-
-from __future__ import annotations
+where they are installed, FlashAttention-3's forward pass, FlashAttention-4 and FlashInfer, packed sequences, pages beside contiguous keys, and the errors."""
 
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pandas as pd
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench import Bench, baselines, compiled, passes
+from bench import Bench, Tensors, baselines, compiled, passes
 from bench.models import MODELS
 from kernelbook import check, runtime
 from kernelbook.attention import op, pages
 from kernelbook.attention.reference import flash_attention_backward_reference, flash_attention_reference
 from kernelbook.lab import record, timing
 
-if TYPE_CHECKING:
-    import pandas as pd
-
-__all__ = ["BENCH", "cases", "extras", "host_calls"]
+__all__ = ["BENCH", "cases", "extras"]
 
 # B, H, H_kv, N, D, causal
 SHAPES = (
@@ -71,7 +67,6 @@ ERROR_SHAPE = (1, 8, 8, 4096, 128, True)
 ERROR_COLUMNS = ("run", "op", "provider", "dtype", "shape", "output", "error", *record.ENVIRONMENT)
 ERROR_KEY = ("op", "provider", "dtype", "shape", "output")
 
-Tensors = Sequence[torch.Tensor]
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -100,6 +95,16 @@ def _flex(n: int, causal: bool) -> Attention:
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return flex(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+
+    return attention
+
+
+def _flash_attention_3(causal: bool) -> Attention:
+    from fa3_fwd_interface import flash_attn_func
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        o: torch.Tensor = flash_attn_func(*(t.transpose(1, 2) for t in (q, k, v)), causal=causal)
+        return o.transpose(1, 2)
 
     return attention
 
@@ -163,6 +168,8 @@ def _attentions(sequences: int, n: int, s: int, causal: bool, *, slow_ones: bool
         found["kernelbook:plain"] = found["kernelbook"]
         if baselines.version("flash-attn-4"):  # on Hopper it does not divide the keys
             found["flash_attention_4"] = _flash_attention_4(causal)
+        if baselines.has("fa3_fwd_interface"):  # its wheel has no backward pass
+            found["flash_attention_3"] = _flash_attention_3(causal)
     if slow_ones:
         found["flex"] = _flex(n, causal)
         if n == s and sequences * n * s <= LARGEST_MATH:
@@ -202,6 +209,8 @@ def _problem(
 ) -> timing.Problem:
     *leaves, do = _inputs(b, h, h_kv, n, s, d, dtype)
     given = _attentions(b * h, n, s, causal, slow_ones=slow_ones)
+    if mode != "forward":
+        given.pop("flash_attention_3", None)
     if mode != "forward" and "flash_attention_4" in given:
         given["flash_attention_4:one_order"] = _flash_attention_4(causal, deterministic=True)
     calls: dict[str, Callable[[], Tensors]] = {
@@ -415,8 +424,6 @@ def models() -> Iterator[timing.Case]:
 
 def _errors() -> pd.DataFrame:
     """The relative error against float64 of every output and gradient, by provider and dtype."""
-    import pandas as pd
-
     b, h, h_kv, n, d, causal = ERROR_SHAPE
     shape = f"B={b} H={h} H_kv={h_kv} N={n} S={n} D={d} causal=yes"
     about = {"run": record.new_run(), **record.environment("attention_errors")}
@@ -446,33 +453,13 @@ def extras() -> Iterator[tuple[str, pd.DataFrame]]:
     yield "attention_errors", _errors()
 
 
-def host_calls() -> dict[str, Callable[[], object]]:
-    """Small calls, whose cost is the host's."""
-    b, h, h_kv, n, d, causal = SMALL_SHAPE
-    *leaves, do = _inputs(b, h, h_kv, n, n, d, torch.bfloat16)
-    q, k, v = (t.detach() for t in _inputs(1, 32, 4, 1, 256, 128, torch.bfloat16)[:3])
-    k_pages, v_pages = (_in_pages(t, torch.arange(256 // PAGE, device=t.device), PAGE) for t in (k, v))
-    table = torch.arange(256 // PAGE, device=q.device)[None]
-    lengths = torch.tensor([255], device=q.device)
-    new = k[:, :, :1]
-    return {
-        "flash_attention, one query": lambda: op.flash_attention(q, k, v),
-        "paged_attention, one query": lambda: pages.paged_attention(q, k_pages, v_pages, table, lengths),
-        "append_to_pages": lambda: pages.append_to_pages(new, new, k_pages, v_pages, table, lengths),
-        "flash_attention, forward and backward": lambda: torch.autograd.grad(
-            op.flash_attention(*leaves, causal=causal), leaves, do
-        ),
-    }
-
-
 BENCH = Bench(
     name="attention",
     keys={"attention_errors": ERROR_KEY},
     baselines=dict.fromkeys(("sdpa_flash", "sdpa_cudnn", "sdpa_math", "sdpa_mask", "flex"), "torch")
     | dict.fromkeys(("flash_attention_4", "flash_attention_4:one_order"), "flash-attn-4")
-    | {"flashinfer": "flashinfer-python"},
+    | {"flashinfer": "flashinfer-python", "flash_attention_3": "fa3-fwd"},
     cases=cases,
     models=models,
-    host_calls=host_calls,
     extras=extras,
 )

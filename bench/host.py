@@ -10,7 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from tabulate import tabulate
 
-import bench as registry
 import kernelbook as kb
-from kernelbook.cases import FUNCTIONS, Given, collect, draw
+from bench import Bench
+from kernelbook.cases import FUNCTIONS, Given, collect, draw, draw_shares
 from kernelbook.lab import record, timing
 
 __all__ = ["BENCH", "measured"]
@@ -52,6 +52,37 @@ PAIRS: dict[str, tuple[str, Sizes, Callable[..., torch.Tensor]]] = {
         lambda x, w_up, w_down, **_: F.relu(x @ w_up.t()) @ w_down,
     ),
 }  # fmt: skip
+# Others of ours: a case, its sizes, and what is differentiated where both passes are one call.
+HEADS: Sizes = {"b": 1, "h": 4, "group": 8, "n": 1, "d": 128}
+PAGES = HEADS | {"page": 64, "per": 4}
+LAYER: Sizes = {"m": 64, "d_in": 256, "d_out": 1024, "chunk": 64, "share": 0.25}
+LORA: Sizes = {"tokens": 16, "experts": 8, "k": 128, "n": 128, "rank": 16, "bias": False, "gates": False}
+MATRIX: Sizes = {"m": 1, "n": 64, "k": 256, "experts": 4}
+BLOCK: Sizes = {"k": 256, "n": 1024, "k_out": 256, "count": 100, "gated": False, "activation": "relu"}
+OURS: dict[str, tuple[str, Sizes, str]] = {
+    "flash_attention, one query": ("flash_attention", HEADS | {"s": 256, "causal": False}, ""),
+    "paged_attention, one query": ("paged_attention", PAGES, ""),
+    "append_to_pages": ("append_to_pages", PAGES, ""),
+    "flash_attention, forward and backward": (
+        "flash_attention", {"b": 1, "h": 8, "group": 1, "n": 128, "s": 128, "d": 64}, "q k v"
+    ),
+    "route": ("route", {"tokens": 16, "experts": 8}, ""),
+    "scatter2scatter": ("scatter2scatter", {"tokens": 16, "experts": 8, "k": 128, "n": 128}, ""),
+    "moe_lora, r = 16": ("moe_lora", LORA, ""),
+    "moe_lora, forward and backward": ("moe_lora", LORA, "x lora_a lora_b"),
+    "nf4_dequantize": ("nf4_dequantize", {"e": 4, "n": 64, "k": 256}, ""),
+    "nf4_matmul": ("nf4_matmul", MATRIX, ""),
+    "nf4_matmul, forward and backward": ("nf4_matmul", MATRIX, "x"),
+    "gather_matmul": ("gather_matmul", {"m": 1, "k": 256, "n": 1024, "count": 100, "activation": None}, ""),
+    "scatter_ffn, one token": ("scatter_ffn", BLOCK | {"m": 1}, ""),
+    "scatter_ffn, 16 tokens": ("scatter_ffn", BLOCK | {"m": 16}, ""),
+    "scatter_ffn, forward and backward": ("scatter_ffn", BLOCK | {"m": 16}, "x"),
+    "sparse_forward": ("sparse_forward", LAYER | {"bias": False}, ""),
+    "sparse_dx": ("sparse_dx", LAYER, ""),
+    "sparse_dw": ("sparse_dw", LAYER, ""),
+    "sparse_backward": ("sparse_backward", LAYER, ""),
+    "sparse_linear, forward and backward": ("sparse_linear", LAYER | {"bias": False, "mode": "sparse_dw"}, "weight"),
+}  # fmt: skip
 # What is called with shapes that were never seen: the size that changes, and the others.
 CHANGING: dict[str, tuple[str, Sizes]] = {
     "layer_norm": ("m", {"n": 256}),
@@ -62,8 +93,11 @@ CHANGING: dict[str, tuple[str, Sizes]] = {
 }
 
 
-def _step(function: Callable[..., torch.Tensor], given: Given, leaves: list[torch.Tensor], dy: torch.Tensor) -> object:
-    return torch.autograd.grad(function(**given), leaves, dy)
+def _step(function: Callable[..., torch.Tensor], given: Given, names: Iterable[str]) -> Callable[[], object]:
+    """Both passes of a call, with the gradients of these arguments."""
+    leaves = {name: given[name].detach().requires_grad_() for name in names}
+    dy = torch.randn_like(function(**given))
+    return lambda: torch.autograd.grad(function(**given | leaves), [*leaves.values()], dy)
 
 
 def _pairs() -> Iterator[tuple[str, Callable[[], object], Callable[[], object]]]:
@@ -72,11 +106,24 @@ def _pairs() -> Iterator[tuple[str, Callable[[], object], Callable[[], object]]]
         case = CASES[of]
         given = case.of(BF16, **sizes)
         yield name, functools.partial(case.function, **given), functools.partial(theirs, **given)
-        leaves = {n: given[n].detach().requires_grad_() for n in case.leaves(given)}
-        dy = torch.randn_like(theirs(**given))
-        args = given | leaves, list(leaves.values()), dy
-        step = functools.partial(_step, case.function, *args), functools.partial(_step, theirs, *args)
-        yield f"{name}, forward and backward", *step
+        leaves = case.leaves(given)
+        yield f"{name}, forward and backward", _step(case.function, given, leaves), _step(theirs, given, leaves)
+
+
+def _ours() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Calls that have no equal in PyTorch."""
+    for name, (of, sizes, leaves) in OURS.items():
+        given = CASES[of].of(BF16, **sizes)
+        function = CASES[of].function
+        yield name, _step(function, given, leaves.split()) if leaves else functools.partial(function, **given)
+    routed = {"x": draw(4, 128), "gates": draw_shares(4, 2), **CASES["route"].of(tokens=4, experts=8)}
+    del routed["num_experts"]
+    for name, kind in (("gated_experts", None), ("gated_experts, 4 bits", "64")):
+        sides = {"gate_up": {"n": 128, "k": 128}, "down": {"n": 128, "k": 64}}
+        stored = {n: CASES["scatter2scatter"].of(BF16, experts=8, kind=kind, **side)["w"] for n, side in sides.items()}
+        stored = stored if kind else {n: w.mT.contiguous() for n, w in stored.items()}
+        given = {n: t.to(BF16) if t.is_floating_point() else t for n, t in routed.items()} | stored
+        yield name, functools.partial(collect(rooms=("nn",))["gated_experts"].function, **given)
 
 
 def _times(call: Callable[[], object], count: int) -> list[float]:
@@ -124,9 +171,7 @@ def measured() -> list[tuple[str, str, float]]:
     rows = [("torch", "u", timing.host_us(lambda: torch.add(x, 1, out=y)))]
     for name, ours, theirs in _pairs():
         rows += [("kernelbook", name, timing.host_us(ours)), ("torch", name, timing.host_us(theirs))]
-    known = {call for _, call, _ in rows}
-    for one in registry.benches(registry.CASE_BY_CASE):
-        rows += [("kernelbook", name, timing.host_us(f)) for name, f in one.host_calls().items() if name not in known]
+    rows += [("kernelbook", name, timing.host_us(ours)) for name, ours in _ours()]
     rows += [("kernelbook", name, us) for name, us in _new_shapes()]
     return [*rows, ("kernelbook", "flash_attention, one query, a growing cache", _growing_cache())]
 
@@ -140,35 +185,20 @@ def run(folder: Path) -> int:
             print(f"NOT RECORDED: host: {done.stderr[-2000:]}", file=sys.stderr)
             return 1
         found.append(json.loads(done.stdout.splitlines()[-1]))
-    environment, run_id = record.environment("host"), record.new_run()
-    medians = [statistics.median(each[i][2] for each in found) for i in range(len(found[0]))]
-    # Within its own process each call is so many u; the column holds the median of these.
-    shares = [statistics.median(each[i][2] / each[0][2] for each in found) for i in range(len(found[0]))]
-    rows = [
-        {
-            "run": run_id,
-            "provider": provider,
-            "call": call,
-            "host_us": f"{us:.2f}",
-            "u": f"{share:.2f}",
-            "processes": PROCESSES,
-        }
-        for (provider, call, _), us, share in zip(found[0], medians, shares, strict=True)
-    ]
-    record.write_results(
-        folder / "host.csv",
-        pd.DataFrame([{**row, **environment} for row in rows], columns=list(COLUMNS)),
-        key=("provider", "call"),
-    )
-    print(
-        tabulate(
-            [[row["provider"], row["call"], row["host_us"], row["u"]] for row in rows], ("provider", "call", "us", "u")
-        )
-    )
+    about = {"run": record.new_run(), "processes": PROCESSES, **record.environment("host")}
+    rows = []
+    for i, (provider, call, _) in enumerate(found[0]):
+        us = statistics.median(each[i][2] for each in found)
+        # Within its own process each call is so many u; the column holds the median of these.
+        share = statistics.median(each[i][2] / each[0][2] for each in found)
+        rows.append({**about, "provider": provider, "call": call, "host_us": f"{us:.2f}", "u": f"{share:.2f}"})
+    table = pd.DataFrame(rows, columns=list(COLUMNS))
+    record.write_results(folder / "host.csv", table, key=("provider", "call"))
+    print(tabulate(table[["provider", "call", "host_us", "u"]], headers="keys", showindex=False))
     return 0
 
 
-BENCH = registry.Bench(
+BENCH = Bench(
     name="host",
     keys={"host": ("provider", "call")},
     baselines={"torch": "torch"},

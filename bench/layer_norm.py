@@ -1,27 +1,23 @@
 """What is measured of ``layer_norm`` and ``rms_norm``: forward and backward beside PyTorch, torch.compile and Liger (and
 Quack where it is installed), and the lock's barrier."""
 
-from __future__ import annotations
-
 import functools
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import pandas as pd
 import torch
 import torch.nn.functional as F
 
-from bench import Bench, baselines, compiled, passes
+from bench import Bench, Tensors, baselines, compiled, passes
 from bench.models import MODELS
 from kernelbook import check, memory, runtime
 from kernelbook.lab import record, timing
 from kernelbook.layer_norm import op
 from kernelbook.layer_norm.reference import layer_norm_backward_reference, layer_norm_reference, rms_norm_reference
 from kernelbook.study import layer_norm as study
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 __all__ = ["BENCH", "cases", "count_wrong_runs_apart"]
 
@@ -39,7 +35,6 @@ COUNTS = {
 }
 BARRIER_KEY = ("op", "variant", "dtype", "shape")
 
-Tensors = Sequence[torch.Tensor]
 # Of x (M, N), weight (N,) and bias (N,), or for RMSNorm a residual (M, N) if one is to be added: the rows, and with it the sum.
 Norm = Callable[..., Any]
 
@@ -200,18 +195,6 @@ def models() -> Iterator[timing.Case]:
             yield _case("layer_norm", mode, 1000, n)
 
 
-def host_calls() -> dict[str, Callable[[], object]]:
-    """Small calls, whose cost is the host's."""
-    x, w, b, dy = _inputs(64, 256, torch.bfloat16)
-    leaf = x.clone().requires_grad_()
-    return {
-        "layer_norm": lambda: op.layer_norm(x, w, b),
-        "layer_norm, forward and backward": lambda: op.layer_norm(leaf, w, b).backward(dy),
-        "rms_norm": lambda: op.rms_norm(x, w),
-        "rms_norm, forward and backward": lambda: op.rms_norm(leaf, w).backward(dy),
-    }
-
-
 # --- the experiment with the lock -----------------------------------------------------------------------------------
 
 
@@ -249,8 +232,6 @@ def count_wrong_runs_apart(*, barrier: bool, buffers: int, runs: int, timeout_s:
 
 def barrier_experiment(*, runs: int = 100) -> pd.DataFrame:
     """Counts wrong runs with and without the barrier, for few and for many buffers."""
-    import pandas as pd
-
     rows = [
         {
             "run": record.new_run(),
@@ -279,6 +260,5 @@ BENCH = Bench(
     baselines={"torch": "torch", "torch.compile": "torch", "liger": "liger-kernel", "quack": "quack-kernels"},
     cases=cases,
     models=models,
-    host_calls=host_calls,
     extras=extras,
 )

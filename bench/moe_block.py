@@ -23,10 +23,9 @@ import torch.nn.functional as F
 from bench import Bench, baselines, passes, routing, step
 from kernelbook import check, runtime
 from kernelbook.lab.timing import Case, Problem
-from kernelbook.nf4 import nf4_quantize
 from kernelbook.nn import moe
 
-__all__ = ["BENCH", "cases", "host_calls"]
+__all__ = ["BENCH", "cases"]
 
 
 # experts, hidden size, intermediate size, experts of a token
@@ -241,22 +240,9 @@ def cases() -> Iterator[Case]:
             yield _case("forward", 64, sizes, ZIPF)
 
 
-# What a kernel belongs to, by what its name contains; the first that fits.
-def host_calls() -> dict[str, Callable[[], object]]:
-    """Small calls, whose cost is the host's: a block of 8 experts, 4 tokens to two of them each."""
-    x, ids, gates = _inputs(4, (8, 128, 64, 2))
-    up, down = (torch.randn(shape, dtype=x.dtype, device=x.device) for shape in ((8, 128, 128), (8, 128, 64)))
-    packed_up, packed_down = nf4_quantize(up), nf4_quantize(down)
-    return {
-        "gated_experts": lambda: moe.gated_experts(x, up, down, ids, gates),
-        "gated_experts, 4 bits": lambda: moe.gated_experts(x, packed_up, packed_down, ids, gates),
-    }
-
-
 BENCH = Bench(
     name="moe_block",
     baselines=dict.fromkeys(("eager", "grouped_mm", "batched_mm"), "transformers") | {"axolotl": "axolotl"},
     needs={"transformers": "everything", "peft": "forward + backward"},
     cases=cases,
-    host_calls=host_calls,
 )

@@ -3,12 +3,12 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from bench import Bench, baselines, first_call, passes, routing, step
+from bench import Bench, Calls, Tensors, baselines, passes, routing, step
 from bench.models import MODELS as LATEST
 from kernelbook import check, runtime
 from kernelbook.lab import timing
@@ -34,8 +34,6 @@ TOKENS = 2048
 RANKS = (16, 32, 64)
 # The case of PEFT's own benchmark, https://github.com/huggingface/peft/pull/3577: one product, one expert a token.
 PEFT_EXPERTS, PEFT_K, PEFT_N, PEFT_TOKENS = 128, 2048, 768, 4096
-Tensors = Sequence[torch.Tensor]
-Calls = dict[str, Callable[[], Tensors]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -327,6 +325,7 @@ def _case(name: str, mode: str, shape: Shape, x_name: str = "r") -> timing.Case:
 
 
 def _first_call() -> timing.Case:
+    """The wall-clock time of a first call with empty caches, see ``timing.first_call_ms``."""
     shape = projections("Qwen3-30B-A3B")["gate_up"]
     made = f"""
 import kernelbook as kb
@@ -346,7 +345,8 @@ a, b = a.detach().flatten(0, 1).requires_grad_(), b.detach().transpose(0, 1).fla
 # first call
 lora(x, w, {shape.slots}, *torch.sort(ids.flatten()), offsets, a, b, use_fused_dX=True).sum().backward()
 """
-    return first_call("moe_lora", shape.named, "r", shape.rank, {who: made + code for who, code in codes.items()})
+    first = timing.FirstCall({who: made + code for who, code in codes.items()})
+    return timing.Case("moe_lora", "first_call", torch.bfloat16, shape.named, "r", shape.rank, 0.0, 0.0, lambda: first)
 
 
 def cases() -> Iterator[timing.Case]:
@@ -467,21 +467,6 @@ def _for_grouped_nf4_gemm(
     return given, lambda x: x if shape.grouped else x[t.sorted_routing[0]]
 
 
-def host_calls() -> dict[str, Callable[[], object]]:
-    """Small calls, whose cost is the host's."""
-    t = _Inputs(Shape(8, 128, 128, 2, tokens=16), torch.bfloat16)
-    leaves = tuple(v.detach().clone().requires_grad_() for v in (t.x, t.lora_a, t.lora_b))
-    x, a, b = leaves
-    return {
-        "route": lambda: op.route(t.ids, 8),
-        "scatter2scatter": lambda: op.scatter2scatter(t.x, t.w, t.routing),
-        "moe_lora, r = 16": lambda: op.moe_lora(t.x, t.w, t.lora_a, t.lora_b, t.routing),
-        "moe_lora, forward and backward": lambda: torch.autograd.grad(
-            op.moe_lora(x, t.w, a, b, t.routing), leaves, t.dy
-        ),
-    }
-
-
 BENCH = Bench(
     name="moe_lora",
     # Of axolotl its kernels are enough: pip install --no-deps.
@@ -489,5 +474,4 @@ BENCH = Bench(
     | {"grouped_nf4_gemm": "grouped-nf4-gemm"},
     cases=cases,
     models=models,
-    host_calls=host_calls,
 )

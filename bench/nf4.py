@@ -24,10 +24,9 @@ from bench.models import MODELS
 from kernelbook import check, runtime
 from kernelbook.lab.timing import Case, Problem
 from kernelbook.nf4.op import NF4Tensor, nf4_dequantize, nf4_matmul, nf4_quantize
-from kernelbook.nf4.reference import nested_absmax_reference, nf4_dequantize_reference
 from kernelbook.packed.fp4 import fp4_quantize
 
-__all__ = ["BENCH", "cases", "host_calls"]
+__all__ = ["BENCH", "cases"]
 
 EXPERTS, ROWS, COLS, BLOCK_SIZE = 256, 1024, 2048, 64
 ACTIVE = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -42,20 +41,10 @@ BITS = {
 MOST_OF_AXOLOTL = 65_535 * 1_024
 
 
-def dequantize_gbytes(elements: int, block_size: int, double_quant: bool, itemsize: int = 2) -> float:
+def dequantize_gbytes(elements: int, double_quant: bool, itemsize: int = 2) -> float:
     """The fewest bytes: half a byte packed, one absmax a block (and one for 256 of them if nested), the output."""
     per_block = 1 + 4 / 256 if double_quant else 4
-    return elements * (0.5 + per_block / block_size + itemsize) / 1e9
-
-
-def _truth(q: NF4Tensor, experts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The chosen experts from the reference, expert by expert to save memory; blocks may not span two experts."""
-    absmax = q.absmax
-    if q.nested_absmax is not None and q.nested_code is not None and q.nested_offset is not None:
-        absmax = nested_absmax_reference(absmax, q.nested_absmax.to(dtype), q.nested_code, q.nested_offset)
-    packed, absmax = q.packed.view(q.shape[0], -1), absmax.to(dtype).view(q.shape[0], -1)
-    parts = [nf4_dequantize_reference(packed[e], absmax[e], q.code, q.shape[1:], q.block_size) for e in experts]
-    return torch.stack(parts)
+    return elements * (0.5 + per_block / BLOCK_SIZE + itemsize) / 1e9
 
 
 def _state(q: NF4Tensor, shape: Sequence[int], absmax: torch.Tensor, nested_absmax: torch.Tensor | None) -> Any:
@@ -99,10 +88,10 @@ def _torchao(w: torch.Tensor) -> Any:
     return NF4Tensor.from_tensor(w, BLOCK_SIZE, 256)
 
 
-def _problem(shape: tuple[int, int, int], active: int, block_size: int, double_quant: bool) -> Problem:
+def _problem(shape: tuple[int, int, int], active: int, double_quant: bool) -> Problem:
     dtype = torch.bfloat16
     w = torch.randn(shape, dtype=dtype, device=runtime.DEVICE)
-    q = nf4_quantize(w, block_size=block_size, double_quant=double_quant)
+    q = nf4_quantize(w, double_quant=double_quant)
     del w
     # All experts come in their order, so that what bitsandbytes gives for all of them is the same result.
     ids = torch.arange(shape[0]) if active == shape[0] else torch.randperm(shape[0])[:active]
@@ -115,22 +104,22 @@ def _problem(shape: tuple[int, int, int], active: int, block_size: int, double_q
         providers["torchao"] = lambda: [packed.get_original_weight().view(active, *shape[1:])]
     return Problem(
         providers=providers,
-        truth=lambda: [_truth(q, ids, torch.float64)],
-        baseline=lambda: [_truth(q, ids, torch.float32).to(dtype)],
+        truth=lambda: [q.as_float64()[experts]],
+        baseline=lambda: [q.as_float64()[experts].to(dtype)],
         factor=check.FORWARD_FACTOR,
     )
 
 
-def _stored(shape: tuple[int, int, int], block_size: int, double_quant: bool) -> dict[str, Any]:
+def _stored(shape: tuple[int, int, int], double_quant: bool) -> dict[str, Any]:
     """The column of the shape."""
     named = dict(zip(("E", "rows", "cols"), shape, strict=True))
-    return named | {"block_size": block_size, "double_quant": double_quant}
+    return named | {"block_size": BLOCK_SIZE, "double_quant": double_quant}
 
 
-def _case(shape: tuple[int, int, int], active: int, block_size: int, double_quant: bool) -> Case:
-    gbytes = dequantize_gbytes(active * shape[1] * shape[2], block_size, double_quant)
-    build = functools.partial(_problem, shape, active, block_size, double_quant)
-    sizes = _stored(shape, block_size, double_quant)
+def _case(shape: tuple[int, int, int], active: int, double_quant: bool) -> Case:
+    gbytes = dequantize_gbytes(active * shape[1] * shape[2], double_quant)
+    build = functools.partial(_problem, shape, active, double_quant)
+    sizes = _stored(shape, double_quant)
     return Case("nf4_dequantize", "forward", torch.bfloat16, sizes, "active", active, gbytes, 0.0, build)
 
 
@@ -146,43 +135,6 @@ def _matmul_bitsandbytes(x: torch.Tensor, q: NF4Tensor, expert: int) -> Callable
     return lambda: [matmul_4bit(x, packed.t(), quant_state=state)]
 
 
-def _matmul_problem(shape: tuple[int, int, int], tokens: int, block_size: int, double_quant: bool) -> Problem:
-    dtype = torch.bfloat16
-    w = torch.randn(shape, dtype=dtype, device=runtime.DEVICE)
-    q = nf4_quantize(w, block_size=block_size, double_quant=double_quant)
-    x = torch.randn(tokens, shape[2], dtype=dtype, device=runtime.DEVICE)
-    number = int(torch.randint(shape[0], ()))
-    ids = torch.tensor([number])
-    expert = ids.to(runtime.DEVICE)
-    dense = nf4_dequantize(q, experts=expert, dtype=dtype)[0]
-    providers: dict[str, Callable[[], Any]] = {
-        "kernelbook": lambda: [nf4_matmul(x, q, expert)],
-        "dense": lambda: [x @ dense.t()],
-        "kernelbook:dequantize": lambda: [x @ nf4_dequantize(q, experts=expert, dtype=dtype)[0].t()],
-    }
-    if baselines.has("bitsandbytes") and runtime.DEVICE.type == "cuda":
-        providers["bitsandbytes"] = _matmul_bitsandbytes(x, q, number)
-    if double_quant and baselines.has("torchao"):
-        from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import linear_nf4
-
-        packed = _torchao(dense)
-        providers["torchao"] = lambda: [linear_nf4(x, packed)]
-    return Problem(
-        providers=providers,
-        truth=lambda: [x.double() @ _truth(q, ids, torch.float64)[0].t()],
-        baseline=lambda: [x @ _truth(q, ids, torch.float32)[0].to(dtype).t()],
-        factor=check.FORWARD_FACTOR,
-    )
-
-
-def _matmul_case(shape: tuple[int, int, int], tokens: int, block_size: int, double_quant: bool) -> Case:
-    _, rows, cols = shape
-    gbytes = dequantize_gbytes(rows * cols, block_size, double_quant, itemsize=0) + tokens * (rows + cols) * 2 / 1e9
-    build = functools.partial(_matmul_problem, shape, tokens, block_size, double_quant)
-    sizes, gflop = _stored(shape, block_size, double_quant), 2 * tokens * rows * cols / 1e9
-    return Case("nf4_matmul", "forward", torch.bfloat16, sizes, "tokens", tokens, gbytes, gflop, build)
-
-
 def _humming(w: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     """Humming's layer of a matrix that MXFP4 holds exactly."""
     from humming.layer import HummingLayer
@@ -194,32 +146,54 @@ def _humming(w: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     return layer
 
 
-def _format_problem(format: str, shape: tuple[int, int], tokens: int) -> Problem:
+def _matmul_problem(
+    shape: tuple[int, int, int], tokens: int, double_quant: bool = False, format: str | None = None
+) -> Problem:
+    """One of the experts: in NF4 with all peers, or in a ``format``, whose peers are the dense product and Humming."""
     dtype = torch.bfloat16
-    w = torch.randn(1, *shape, dtype=dtype, device=runtime.DEVICE)
-    q = nf4_quantize(w, block_size=BLOCK_SIZE) if format == "nf4" else fp4_quantize(w, format=format)
-    x = torch.randn(tokens, shape[1], dtype=dtype, device=runtime.DEVICE)
-    dense = nf4_dequantize(q, dtype=dtype)[0]
+    w = torch.randn(shape, dtype=dtype, device=runtime.DEVICE)
+    nf4 = format is None or format == "nf4"
+    q = nf4_quantize(w, double_quant=double_quant) if nf4 else fp4_quantize(w, format=str(format))
+    x = torch.randn(tokens, shape[2], dtype=dtype, device=runtime.DEVICE)
+    number = int(torch.randint(shape[0], ()))
+    expert = torch.tensor([number], device=runtime.DEVICE)
+    dense = nf4_dequantize(q, experts=expert, dtype=dtype)[0]
     providers: dict[str, Callable[[], Any]] = {
-        "kernelbook": lambda: [nf4_matmul(x, q, 0)],
+        "kernelbook": lambda: [nf4_matmul(x, q, expert)],
         "dense": lambda: [x @ dense.t()],
     }
+    if format is None:
+        providers["kernelbook:dequantize"] = lambda: [x @ nf4_dequantize(q, experts=expert, dtype=dtype)[0].t()]
+    if format is None and baselines.has("bitsandbytes") and runtime.DEVICE.type == "cuda":
+        providers["bitsandbytes"] = _matmul_bitsandbytes(x, q, number)
+    if double_quant and baselines.has("torchao"):
+        from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import linear_nf4
+
+        packed = _torchao(dense)
+        providers["torchao"] = lambda: [linear_nf4(x, packed)]
     if format == "mxfp4" and baselines.has("humming") and runtime.DEVICE.type == "cuda":
         layer = _humming(dense)
         providers["humming"] = lambda: [layer(x)]
     return Problem(
         providers=providers,
-        truth=lambda: [x.double() @ q.as_float64()[0].t()],
-        baseline=lambda: [x @ dense.t()],
+        truth=lambda: [x.double() @ q.as_float64()[number].t()],
+        baseline=lambda: [x @ q.as_float64()[number].to(dtype).t()],
         factor=check.FORWARD_FACTOR,
     )
 
 
-def _format_case(format: str, shape: tuple[int, int], tokens: int) -> Case:
-    rows, cols = shape
-    gbytes = (rows * cols * BITS[format] / 8 + tokens * (rows + cols) * 2) / 1e9
-    build = functools.partial(_format_problem, format, shape, tokens)
-    sizes, gflop = {"E": 1, "rows": rows, "cols": cols, "format": format}, 2 * tokens * rows * cols / 1e9
+def _matmul_case(
+    shape: tuple[int, int, int], tokens: int, double_quant: bool = False, format: str | None = None
+) -> Case:
+    experts, rows, cols = shape
+    gbytes = dequantize_gbytes(rows * cols, double_quant, itemsize=0)
+    sizes = _stored(shape, double_quant)
+    if format is not None:
+        gbytes = rows * cols * BITS[format] / 8e9
+        sizes = {"E": experts, "rows": rows, "cols": cols, "format": format}
+    gbytes += tokens * (rows + cols) * 2 / 1e9
+    build = functools.partial(_matmul_problem, shape, tokens, double_quant, format)
+    gflop = 2 * tokens * rows * cols / 1e9
     return Case("nf4_matmul", "forward", torch.bfloat16, sizes, "tokens", tokens, gbytes, gflop, build)
 
 
@@ -233,11 +207,11 @@ def _read_problem(bytes_: int) -> Problem:
     return Problem(calls, truth, truth, check.FORWARD_FACTOR, {"kernelbook": lambda out: [floor.fold(out)]})
 
 
-def _read_case(shape: tuple[int, int, int], block_size: int, double_quant: bool) -> Case:
+def _read_case(shape: tuple[int, int, int], double_quant: bool) -> Case:
     """The floor of a product by one expert: as many bytes, read by a kernel that does nothing else."""
-    gbytes = dequantize_gbytes(shape[1] * shape[2], block_size, double_quant, itemsize=0)
+    gbytes = dequantize_gbytes(shape[1] * shape[2], double_quant, itemsize=0)
     build = functools.partial(_read_problem, round(gbytes * 1e9))
-    sizes = _stored(shape, block_size, double_quant)
+    sizes = _stored(shape, double_quant)
     return Case("read_rows", "forward", torch.bfloat16, sizes, "tokens", 0, gbytes, 0.0, build)
 
 
@@ -245,36 +219,23 @@ def cases() -> Iterator[Case]:
     """The rows of the book's figures: 1 to 256 active experts of 256, plain and double; one expert at decode sizes; formats."""
     for double_quant in (False, True):
         for active in ACTIVE:
-            yield _case((EXPERTS, ROWS, COLS), active, BLOCK_SIZE, double_quant)
+            yield _case((EXPERTS, ROWS, COLS), active, double_quant)
         for rows, cols in ((ROWS, COLS), (14336, 4096)):
-            yield _read_case((8, rows, cols), BLOCK_SIZE, double_quant)
+            yield _read_case((8, rows, cols), double_quant)
             for tokens in (1, 2, 4, 8, 16, 32, 64):
-                yield _matmul_case((8, rows, cols), tokens, BLOCK_SIZE, double_quant)
+                yield _matmul_case((8, rows, cols), tokens, double_quant)
     for shape, tokens, format in itertools.product(MATRICES, TOKENS, BITS):
-        yield _format_case(format, shape, tokens)
+        yield _matmul_case((1, *shape), tokens, format=format)
 
 
 def models() -> Iterator[Case]:
     """Matrices of this year's models: eight of 32 experts made dense, and one matrix times one token and 16."""
     for model in MODELS.values():
         if model.experts:
-            yield _case((32, 2 * model.expert_intermediate, model.hidden), 8, BLOCK_SIZE, False)
+            yield _case((32, 2 * model.expert_intermediate, model.hidden), 8, False)
     for rows, cols in sorted({(model.hidden, model.intermediate) for model in MODELS.values() if model.intermediate}):
         for tokens in (1, 16):
-            yield _matmul_case((1, rows, cols), tokens, BLOCK_SIZE, False)
-
-
-def host_calls() -> dict[str, Callable[[], object]]:
-    """Small calls, whose cost is the host's."""
-    q = nf4_quantize(torch.randn(4, 64, 256, dtype=torch.bfloat16, device=runtime.DEVICE))
-    x = torch.randn(1, 256, dtype=torch.bfloat16, device=runtime.DEVICE)
-    leaf, dy = x.clone().requires_grad_(), torch.randn(1, 64, dtype=torch.bfloat16, device=runtime.DEVICE)
-    experts = torch.tensor([2, 0], device=runtime.DEVICE)
-    return {
-        "nf4_dequantize": lambda: nf4_dequantize(q, experts=experts),
-        "nf4_matmul": lambda: nf4_matmul(x, q, 1),
-        "nf4_matmul, forward and backward": lambda: nf4_matmul(leaf, q, 1).backward(dy),
-    }
+            yield _matmul_case((1, rows, cols), tokens)
 
 
 BENCH = Bench(
@@ -290,5 +251,4 @@ BENCH = Bench(
     left_out=(f"axolotl for experts of more than {MOST_OF_AXOLOTL:,} elements (its launch grid is too large)",),
     cases=cases,
     models=models,
-    host_calls=host_calls,
 )

@@ -1,43 +1,41 @@
-"""Does fine-tuning on the kernels reach the same loss? ``python -m bench.same_loss --out book/results/<gpu>``.
+"""Does fine-tuning on the kernels reach the same loss? ``python -m bench same_loss``.
 
 A mixture-of-experts language model (transformers' Qwen3-MoE) of some 120 million parameters is trained from scratch, by us,
 on the sources of Python's standard library. Then it is fine-tuned with LoRA (PEFT, rank 8, experts and attention) on another
 corpus, the prose that ``help()`` shows, in five ways that share the data, their order and the pairs' beginning:
 
-- ``eager``: plain PyTorch, everything in float32: the truth. Every expert sees every token, and the gates of those that a
-  token did not choose are zero: transformers' loop computes the same, and has to ask the host how many tokens each has. Each
-  run checks the one against the other before it begins;
+- ``eager``: transformers' loop over experts, everything in float32: the truth;
 - ``grouped_mm``: transformers' own, frozen weights in bfloat16;
 - ``kernelbook:dense``: ours on the same bfloat16 weights;
 - ``kernelbook:nf4`` and ``kernelbook:nf4_double``: ours on 4-bit experts.
 
-Each way and seed is one line of ``same_loss_curves.jsonl``, written when that run ends. On a GPU a step is one CUDA graph.
-No time is taken: with ``--base`` in a file, ``--ways`` and ``--seeds`` do a part each, side by side, each with its own ``--out``.
+Each way and seed is one line of ``same_loss_curves.jsonl``, written when that run ends. No time is taken. ``--select 'nf4'`` takes only the runs whose way or seed has this.
 """
 
-import argparse
 import contextlib
+import itertools
 import math
+import re
 import statistics
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench import Bench
-from kernelbook import check, runtime
+from kernelbook import runtime
 from kernelbook.lab import record
-from kernelbook.train.files import replacing
 from kernelbook.train.text import Corpus, TextData
 
-__all__ = ["BENCH", "SIZES", "TINY", "WAYS", "finetune", "main", "pretrain"]
+__all__ = ["BENCH", "SIZES", "TINY", "WAYS", "finetune", "pretrain", "run"]
 
 STEM = "same_loss_curves"
 KEY = ("shape", "way", "seed", "steps")
+SEEDS = (0, 1, 2)
 WAYS = ("eager", "grouped_mm", "kernelbook:dense", "kernelbook:nf4", "kernelbook:nf4_double")
 SIZES: dict[str, Any] = {
     "hidden_size": 768, "num_hidden_layers": 4, "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64,
@@ -48,8 +46,6 @@ TINY: dict[str, Any] = SIZES | {
     "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16,
     "num_experts": 4, "moe_intermediate_size": 32, "vocab": 300, "context": 16, "batch": 2, "rank": 2,
 }  # fmt: skip
-EVERY_EXPERT = "every_expert"  # the name of ours in plain PyTorch on transformers' interface
-EAGER_STEPS = 3  # before a step is captured: kernels are compiled and the optimizer's states made
 
 
 # --- data and model -------------------------------------------------------------------------------------------------
@@ -83,101 +79,46 @@ def new_model(sizes: dict[str, Any], vocab: int) -> Any:
         return Qwen3MoeForCausalLM(config)
 
 
-def every_expert(
-    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-) -> torch.Tensor:
-    """transformers' eager experts without their loop: two products over all experts, so that nothing waits for the host."""
-    gates = hidden_states.new_zeros(len(hidden_states), self.num_experts).scatter(1, top_k_index, top_k_weights)
-    up = torch.nn.functional.linear(hidden_states, self.gate_up_proj.flatten(0, 1)).unflatten(1, (self.num_experts, -1))
-    rows = self._apply_gate(up) * gates[..., None]  # (T, E, I)
-    out: torch.Tensor = rows.flatten(1) @ self.down_proj.transpose(1, 2).flatten(0, 1)
-    return out
-
-
-def _check_against_the_loop(model: Any, data: TextData) -> None:
-    """Switches ``model`` to :func:`every_expert`; ``CheckError`` where its loss is not that of transformers' loop."""
-    from transformers.integrations import moe
-
-    moe.ALL_EXPERTS_FUNCTIONS.register(EVERY_EXPERT, every_expert)
-    found = []
-    for way in ("eager", EVERY_EXPERT):
-        model.get_base_model().set_experts_implementation(way)
-        found.append(_validation(model, data, mixed=False, count=1))
-    if not math.isclose(*found, rel_tol=1e-4):  # a near tie in a router may go the other way
-        raise check.CheckError(
-            f"same_loss: {EVERY_EXPERT} must have the loss of eager, {found[0]:.7f}, got {found[1]:.7f}"
-        )
-
-
 def _autocast(on: bool) -> contextlib.AbstractContextManager[Any]:
     return torch.autocast(runtime.DEVICE.type, torch.bfloat16, enabled=on)
 
 
 def _loss(model: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    from transformers import DynamicCache
-
-    # Without a cache, be it empty, transformers looks on the host whether sequences are packed; a graph has no host to ask.
-    logits = model(inputs, past_key_values=DynamicCache(), use_cache=False).logits
+    logits = model(inputs, use_cache=False).logits
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 @torch.no_grad()
-def _validation(model: Any, data: TextData, mixed: bool, count: int = 4) -> float:
+def _validation(model: Any, data: TextData, mixed: bool) -> float:
     model.eval()
     with _autocast(mixed):
-        losses = [float(_loss(model, *batch)) for batch in data.validation_batches(count)]
+        losses = [float(_loss(model, *batch)) for batch in data.validation_batches(4)]
     model.train()
     return statistics.fmean(losses)
 
 
 def _train(
-    model: Any, data: TextData, steps: int, lr: float, *, mixed: bool, every: int, graph: bool
+    model: Any, data: TextData, steps: int, lr: float, *, mixed: bool, every: int
 ) -> tuple[list[float], list[tuple[int, float]]]:
-    """-> the loss of each step, and (step, validation loss) pairs; the rate warms up for a twentieth and falls to zero.
-
-    ``graph``: the first steps are launched one by one, the others are replays of a captured one.
-    """
-    real = runtime.DEVICE.type == "cuda"
+    """-> the loss of each step, and (step, validation loss) pairs; the rate warms up for a twentieth and falls to zero."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    rate = torch.zeros((), device=runtime.DEVICE)
-    optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=0.0, fused=real, capturable=real)
+    optimizer = torch.optim.AdamW(trained, weight_decay=0.0)
     warm = max(1, steps // 20)
-    inputs, targets = (part.clone() for part in data.batch(0))
-
-    def body() -> torch.Tensor:
+    losses = []
+    evaluated = [(0, _validation(model, data, mixed))]
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = lr * min((step + 1) / warm, 0.5 * (1 + math.cos(math.pi * step / steps)))
         optimizer.zero_grad()
         with _autocast(mixed):
-            loss = _loss(model, inputs, targets)
+            loss = _loss(model, *data.batch(step))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
-        return loss.detach()
-
-    losses = torch.zeros(steps, device=runtime.DEVICE)
-    evaluated = [(0, _validation(model, data, mixed))]
-    captured = None
-    with contextlib.ExitStack() as stack:
-        stream = torch.cuda.Stream() if graph else None
-        if stream is not None:
-            stream.wait_stream(torch.cuda.current_stream())
-            stack.enter_context(torch.cuda.stream(stream))
-        for step in range(steps):
-            for mine, new in zip((inputs, targets), data.batch(step), strict=True):
-                mine.copy_(new)
-            rate.fill_(lr * min((step + 1) / warm, 0.5 * (1 + math.cos(math.pi * step / steps))))
-            if stream is not None and step == EAGER_STEPS:
-                captured = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(captured, stream=stream):
-                    loss = body()
-            if captured is None:
-                loss = body()
-            else:
-                captured.replay()
-            losses[step] = loss
-            if (step + 1) % every == 0 or step + 1 == steps:
-                evaluated.append((step + 1, _validation(model, data, mixed)))
-        found = losses.tolist()
-    return found, evaluated
+        losses.append(loss.detach())
+        if (step + 1) % every == 0 or step + 1 == steps:
+            evaluated.append((step + 1, _validation(model, data, mixed)))
+    return [float(loss) for loss in losses], evaluated
 
 
 def pretrain(
@@ -191,7 +132,7 @@ def pretrain(
     model = new_model(sizes, data.vocab_size)
     interop.use_kernels(model)
     real = runtime.DEVICE.type == "cuda"
-    _, evaluated = _train(model, data, steps, lr, mixed=real, every=max(steps, 1), graph=real)
+    _, evaluated = _train(model, data, steps, lr, mixed=real, every=max(steps, 1))
     return {name: value.detach() for name, value in model.state_dict().items()}, evaluated[-1][1]
 
 
@@ -225,12 +166,10 @@ def finetune(
         interop.quantize_experts(model, double_quant=way.endswith("double"))
     if way.startswith("kernelbook"):
         interop.use_kernels(model)
-    elif way == "eager":
-        _check_against_the_loop(model, data)
     else:
         base_model: Any = model.get_base_model()
         base_model.set_experts_implementation(way)
-    losses, evaluated = _train(model, data, steps, lr, mixed=mixed, every=max(1, steps // 10), graph=real)
+    losses, evaluated = _train(model, data, steps, lr, mixed=mixed, every=max(1, steps // 10))
     block = max(1, steps // 50)
     return {
         "way": way, "seed": seed, "steps": steps,
@@ -245,52 +184,35 @@ def finetune(
     }  # fmt: skip
 
 
-# --- the command ----------------------------------------------------------------------------------------------------
+def run(
+    folder: Path, select: str | None = None, sizes: dict[str, Any] = SIZES, *, first: int = 300, steps: int = 500
+) -> int:
+    """Trains from scratch, then fine-tunes in each way with each seed, and writes the lines as they come; 1 where one failed.
 
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Trains from scratch, then fine-tunes in each way with each seed, and writes the lines as they come; 1 where one failed."""
-    parser = argparse.ArgumentParser(prog="python -m bench.same_loss", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder of same_loss_curves.jsonl")
-    parser.add_argument("--pretrain-steps", type=int, default=300, help="steps from scratch (default: 300)")
-    parser.add_argument("--steps", type=int, default=500, help="steps of fine-tuning (default: 500)")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds (default: 0 1 2)")
-    parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=WAYS, help="ways (default: all)")
-    parser.add_argument(
-        "--base", type=Path, help="the trained model: read from this file, or written to it where it is not there"
-    )
-    parser.add_argument("--tiny", action="store_true", help="a model for the interpreter")
-    given = parser.parse_args(arguments)
-    if runtime.DEVICE.type != "cuda" and not given.tiny:
-        parser.error("--tiny must be given where no GPU runs kernels")
-    sizes = TINY if given.tiny else SIZES
-    began = time.perf_counter()
-    if given.base is not None and given.base.exists():
-        base = torch.load(given.base, map_location=runtime.DEVICE, weights_only=True)
-    else:
-        base, loss = pretrain(sizes, given.pretrain_steps, small=given.tiny)
-        print(f"from scratch: validation loss {loss:.4f} after {time.perf_counter() - began:.0f} s", flush=True)
-        if given.base is not None:
-            with replacing(given.base) as file:
-                torch.save(base, file)
+    Args:
+        select: only runs in whose description, such as ``eager, seed 0``, this regular expression finds something.
+        first: steps from scratch.
+    """
+    small = sizes is not SIZES
+    base, loss = pretrain(sizes, first, small=small)
+    print(f"from scratch: validation loss {loss:.4f}", flush=True)
     about = {"run": record.new_run(), **record.environment(STEM)}
-    failed = 0
-    for seed in given.seeds:
-        for way in given.ways:
-            try:
-                line = {**about, **finetune(way, seed, sizes, given.steps, base, small=given.tiny)}
-            except Exception:  # one run is lost, not all
-                failed += 1
-                print(f"NOT RECORDED: {way}, seed {seed}", file=sys.stderr, flush=True)
-                traceback.print_exc()
-                continue
-            record.write_lines(given.out / f"{STEM}.jsonl", [line], KEY)
-            print(
-                f"{way}, seed {seed}: validation {line['validation_loss'][0]:.4f} -> {line['validation_loss'][-1]:.4f}, "
-                f"{time.perf_counter() - began:.0f} s",
-                flush=True,
-            )
-    return 1 if failed else 0
+    failed = False
+    for seed, way in itertools.product(SEEDS, WAYS):
+        name, began = f"{way}, seed {seed}", time.perf_counter()
+        if not re.search(select or "", name):
+            continue
+        try:
+            line = {**about, **finetune(way, seed, sizes, steps, base, small=small)}
+        except Exception:  # one run is lost, not all
+            failed = True
+            print(f"NOT RECORDED: {name}", file=sys.stderr, flush=True)
+            traceback.print_exc()
+            continue
+        record.write_lines(folder / f"{STEM}.jsonl", [line], KEY)
+        losses = line["validation_loss"]
+        print(f"{name}: {losses[0]:.4f} -> {losses[-1]:.4f}, {time.perf_counter() - began:.0f} s", flush=True)
+    return int(failed)
 
 
 BENCH = Bench(
@@ -298,9 +220,6 @@ BENCH = Bench(
     keys={STEM: KEY},
     baselines={"eager": "transformers", "grouped_mm": "transformers"},
     needs={"transformers": "everything", "peft": "everything"},
-    run=lambda folder: main(["--out", str(folder)]),
+    run=run,
+    options=("select",),
 )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,14 +1,13 @@
 """What is measured of ``scatter_ffn``: the chosen neurons beside all of them, and what PyTorch users would write."""
 
-from __future__ import annotations
-
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import pandas as pd
 import torch
 
-from bench import Bench, first_call, floor, step
+from bench import Bench, Calls, Tensors, floor
 from bench.models import MODELS
 from kernelbook import check, runtime, study
 from kernelbook.lab import record, timing
@@ -16,17 +15,12 @@ from kernelbook.scatter_ffn import op
 from kernelbook.scatter_ffn.reference import dense_ffn, gather_matmul_reference, scatter_ffn_reference
 from kernelbook.study.scatter_ffn import launch_fused
 
-if TYPE_CHECKING:
-    import pandas as pd
-
 __all__ = ["BENCH", "LLAMA", "PLAIN", "cases", "ffn_case"]
 
 ATOMICS_KEY = ("op", "variant", "dtype", "shape", "programs")
 
 TOKENS = (1, 16, 128, 1024)
 FRACTIONS = (0.02, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0)
-Tensors = Sequence[torch.Tensor]
-Calls = dict[str, Callable[[], Tensors]]
 
 
 class Shape:
@@ -104,30 +98,6 @@ def _forward(shape: Shape, m: int, fraction: float) -> timing.Problem:
     )
 
 
-def _step(shape: Shape, m: int, fraction: float) -> timing.Problem:
-    """Forward and backward through autograd, gradients of x and all weights; -> y and those."""
-    network = {name: t.requires_grad_() for name, t in _network(shape, m).items()}
-    neurons = _neurons(shape.n, shape.active(fraction))
-    leaves, dy = tuple(network.values()), torch.randn(m, shape.k, dtype=torch.bfloat16, device=runtime.DEVICE)
-
-    def by_name(ffn: Callable[..., torch.Tensor], **given: Any) -> Callable[..., torch.Tensor]:
-        return lambda *tensors: ffn(**dict(zip(network, tensors, strict=True)), **given, activation=shape.activation)
-
-    reference = by_name(scatter_ffn_reference, neurons=neurons)
-    calls: Calls = {
-        "dense": step(by_name(dense_ffn), leaves, dy),
-        "gather": step(reference, leaves, dy),
-        "kernelbook": step(by_name(op.scatter_ffn, neurons=neurons), leaves, dy),
-    }
-
-    def truth() -> Tensors:
-        return step(reference, [t.detach().double().requires_grad_() for t in leaves], dy.double())()
-
-    # The dense step trains all neurons; its results are others by design.
-    views = {"dense": lambda _: calls["gather"]()}
-    return timing.Problem(calls, truth, calls["gather"], check.GRADIENT_FACTOR, views)
-
-
 def _gather(shape: Shape, m: int, fraction: float) -> timing.Problem:
     network = _network(shape, m)
     x, weight, rows = network["x"], network["w_up"], _neurons(shape.n, shape.active(fraction))
@@ -161,14 +131,6 @@ def ffn_case(shape: Shape, m: int, fraction: float) -> timing.Case:
     return _case(_forward, shape, m, fraction)
 
 
-def _step_case(shape: Shape, m: int, fraction: float) -> timing.Case:
-    active, matrices = shape.active(fraction), 3 if shape.gated else 2
-    # The forward pass; then the listed rows, x and dy again, dx, and the weights' gradients with their zeros.
-    elements = matrices * (2 * active + shape.n) * shape.k + 5 * m * shape.k
-    counts = 2 * elements / 1e9, 3 * shape.counts(m, active)[1]
-    return _case(_step, shape, m, fraction, counts, mode="forward_backward")
-
-
 def _gather_case(shape: Shape, m: int, fraction: float) -> timing.Case:
     active = shape.active(fraction)
     counts = 2 * (active * shape.k + m * shape.k + m * active) / 1e9, 2 * m * active * shape.k / 1e9
@@ -197,20 +159,8 @@ def _read_case(shape: Shape, m: int, fraction: float) -> timing.Case:
     return _case(_read, shape, m, fraction, (shape.counts(0, shape.active(fraction))[0], 0.0), op="read_rows")
 
 
-def _first_call(m: int) -> timing.Case:
-    code = f"""
-import kernelbook as kb
-x = torch.randn({m}, 4096, device="cuda", dtype=torch.bfloat16)
-w_up, w_down, w_gate = (torch.randn(11008, 4096, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-neurons = torch.randperm(11008, device="cuda")[:1100]
-# first call
-kb.scatter_ffn(x, w_up, w_down, neurons, w_gate=w_gate, activation="silu")
-"""
-    return first_call("scatter_ffn", LLAMA.text(m), "active", 0.1, {"kernelbook": code})
-
-
 def cases() -> Iterator[timing.Case]:
-    """Both networks at every number of tokens and fraction; the up projection alone, the floor, training steps."""
+    """Both networks at every number of tokens and fraction; the up projection alone, the floor."""
     for shape in (PLAIN, LLAMA):
         for m in TOKENS:
             for fraction in FRACTIONS:
@@ -222,11 +172,6 @@ def cases() -> Iterator[timing.Case]:
     for shape in (PLAIN, LLAMA):
         for fraction in FRACTIONS:
             yield _read_case(shape, 1, fraction)
-    for m in (128, 1024):
-        for fraction in (0.1, 0.5):
-            yield _step_case(PLAIN, m, fraction)
-    for m in (1, 1024):
-        yield _first_call(m)
 
 
 def models() -> Iterator[timing.Case]:
@@ -238,8 +183,6 @@ def models() -> Iterator[timing.Case]:
 
 def atomics_experiment() -> pd.DataFrame:
     """The fused kernel with atomic additions and with plain stores in their place, for tokens and programs."""
-    import pandas as pd
-
     run, rows = record.new_run(), []
     about = record.environment("scatter_ffn_atomics")
     for m in (1, 16, 32, 64, 128):
@@ -270,27 +213,11 @@ def extras() -> Iterator[tuple[str, pd.DataFrame]]:
     yield "scatter_ffn_atomics", atomics_experiment()
 
 
-def host_calls() -> dict[str, Callable[[], object]]:
-    """Small calls, whose cost is the host's."""
-    shape = Shape(256, 1024, False, "relu")
-    one, some = _network(shape, 1), _network(shape, 16)
-    neurons, leaf = _neurons(shape.n, 100), some["x"].clone().requires_grad_()
-    return {
-        "gather_matmul": lambda: op.gather_matmul(one["x"], one["w_up"], neurons),
-        "scatter_ffn, one token": lambda: op.scatter_ffn(**one, neurons=neurons),
-        "scatter_ffn, 16 tokens": lambda: op.scatter_ffn(**some, neurons=neurons),
-        "scatter_ffn, forward and backward": lambda: (
-            op.scatter_ffn(**some | {"x": leaf}, neurons=neurons).sum().backward()
-        ),
-    }
-
-
 BENCH = Bench(
     name="scatter_ffn",
     keys={"scatter_ffn_atomics": ATOMICS_KEY},
     baselines={"dense": "torch", "gather": "torch"},
     cases=cases,
     models=models,
-    host_calls=host_calls,
     extras=extras,
 )

@@ -8,8 +8,6 @@ calls, as a training loop has them, unless a provider ends in ``graph``: that is
   ``kernelbook`` are 4-bit experts, ``kernelbook:dense`` bfloat16 ones; ``shared`` is ``ExpertParallel(waits=False)``.
   ``grouped_mm`` is transformers' all-to-all, with its experts and PEFT's pairs. ``peak_mib`` is what a step needs beyond the
   weights and the windows.
-- ``sharded_experts``: a stack of such layers, 4-bit under :func:`kernelbook.distributed.fully_shard`, and bfloat16 under
-  PyTorch's (``fsdp2``); ``peak_mib`` with weights.
 - ``train_step``: a step of ``train``, ``x`` sequences on all GPUs together. ``kernelbook:ddp`` and ``kernelbook:fsdp`` are
   sparse, ``ddp`` and ``fsdp2`` PyTorch's own with dense gradients. ``err_ratio``: how far losses are from one GPU's, over
   how far plain DDP's are.
@@ -28,7 +26,6 @@ from typing import Any
 import pandas as pd
 import torch
 import torch.distributed as dist
-from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
@@ -36,7 +33,6 @@ from torch.distributed.rendezvous import rendezvous
 from bench import Bench, baselines, forget, moe_block, row
 from kernelbook import check, runtime
 from kernelbook.distributed.expert_parallel import ExpertParallel
-from kernelbook.distributed.sharding import fully_shard
 from kernelbook.lab import record, timing
 from kernelbook.nn import GatedExperts, moe
 from kernelbook.train import CONFIGS, Trainer
@@ -56,7 +52,7 @@ class Sizes:
     """What is measured; the defaults are a record's, others a test's.
 
     Attributes:
-        tokens: on each GPU, by model. layers: of a stack.
+        tokens: on each GPU, by model.
         train: names in ``kernelbook.train.CONFIGS``, changed by ``settings``; sequences a GPU, and on all together; ``steps`` between two looks
             at the clock.
         samples: looks at the clock.
@@ -64,7 +60,6 @@ class Sizes:
 
     models: Sequence[str] = ("Qwen3-30B-A3B", "OLMoE-1B-7B")
     tokens: Sequence[Sequence[int]] = ((512, 2048, 8192), (2048,))
-    layers: int = 4
     train: Sequence[str] = ("large", "huge")
     settings: tuple[tuple[str, Any], ...] = (("depth", 2),)
     sequences: tuple[int, int] = (8, 16)
@@ -168,7 +163,7 @@ def _error_ratios(
         out = moe_block.block_reference(tokens, dense["gate_up"], dense["down"], ids, weights, pairs)
         found = [out, *torch.autograd.grad(out, [tokens, weights, *own.values()], up.to(dtype))]
         rows = slice(dist.get_rank() * CHECKED, (dist.get_rank() + 1) * CHECKED)
-        return [part[rows] for part in found[:3]] + found[3:]
+        return [part[rows] for part in found[:3]] + [part / dist.get_world_size() for part in found[3:]]
 
     truth, baseline = plain(torch.float64), plain(torch.bfloat16)
     ratios = {}
@@ -201,7 +196,6 @@ def _layers(sizes: Sizes) -> Iterator[dict[str, str]]:
         for kind in ("nf4", "dense"):
             yield from _layer(moe_block.MODELS[name], kind, tokens, sizes.samples)
         forget()
-    yield from _sharded(sizes)
 
 
 def _peers(sizes: Sizes) -> Iterator[dict[str, str]]:
@@ -216,7 +210,7 @@ def _layer(model: Sequence[int], kind: str, counts: Sequence[int], samples: int)
     ratios = {"": math.nan, "shared": math.nan}
     if ranks > 1:
         whole = _experts(model, kind, moe_block.RANK)
-        ExpertParallel(gradients="sum")._apply(layer, _mesh())
+        ExpertParallel()._apply(layer, _mesh())
         waiting: Any = layer._expert_parallel
         ways = {"": waiting, "shared": dataclasses.replace(waiting, waits=False)}
         ratios = _error_ratios(whole, layer, ways, model)
@@ -283,53 +277,6 @@ def _peer(model: Sequence[int], counts: Sequence[int], samples: int) -> Iterator
         forget()
 
 
-# --- experts that are gathered --------------------------------------------------------------------------------------
-
-
-class _Stack(torch.nn.Module):
-    def __init__(self, layers: Sequence[torch.nn.Module]) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleList(layers)
-
-    def forward(self, x: torch.Tensor, ids: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = x + layer(x, ids, gates)
-        return x
-
-
-def _sharded(sizes: Sizes) -> Iterator[dict[str, str]]:
-    model, count, mesh = moe_block.MODELS[sizes.models[0]], sizes.tokens[0][-2:][0], _mesh()
-    x, ids, gates, up = _tokens(count, model)
-    for kind, provider, shard in (("nf4", "kernelbook", fully_shard), ("dense", "fsdp2", fsdp.fully_shard)):
-        before = torch.cuda.memory_allocated() if _on_gpu() else 0
-        stack = _Stack([_experts(model, kind, moe_block.RANK) for _ in range(sizes.layers)])
-        with torch.no_grad():
-            truth = stack(x[:CHECKED], ids[:CHECKED], gates[:CHECKED])
-        if mesh.size() > 1:
-            for layer in stack.layers:
-                shard(layer, mesh=mesh)
-            shard(stack, mesh=mesh)
-        with torch.no_grad():
-            found = stack(x[:CHECKED], ids[:CHECKED], gates[:CHECKED])
-        check.compare("sharded_experts", found, truth.double(), truth, factor=check.FORWARD_FACTOR).require()
-
-        def call(stack: Any = stack) -> None:
-            for p in stack.parameters():
-                p.grad = None
-            stack(x, ids, gates).backward(up)
-
-        call()
-        forget()
-        held = (torch.cuda.memory_allocated() - before) / 2**20 if _on_gpu() else math.nan
-        peak = _slowest(timing.peak_mib(call) + held)
-        yield _row(
-            "sharded_experts", "forward_backward", provider, x.dtype, f"{_shape(model)} layers={sizes.layers}", ("T", count),
-            _measure(call, 4, sizes.samples), peak_mib=peak,
-        )  # fmt: skip
-        del stack, truth, found
-        forget()
-
-
 # --- a training step ------------------------------------------------------------------------------------------------
 
 
@@ -345,7 +292,7 @@ def _train(sizes: Sizes, one: dict[str, list[float]]) -> Iterator[dict[str, str]
             "eval_batches": 1,
             **dict(sizes.settings),
         }
-        base = dataclasses.replace(CONFIGS[name], task="copy", **how)
+        base = dataclasses.replace(CONFIGS[name], corpus="topics", inactive="decay", **how)
         shape = f"width={base.width} depth={base.depth} context={base.context} active={base.active:g}"
         for batch in sorted({each * ranks, strong}):
             parallels = ("ddp", "fsdp") if batch == strong else ("ddp",)

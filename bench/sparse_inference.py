@@ -1,4 +1,4 @@
-"""A GPT that generates with the neurons it needs: ``python -m bench.sparse_inference --out book/results/<gpu>``.
+"""A GPT that generates with the neurons it needs: ``python -m bench sparse_inference``.
 
 A GPT with ReLU is trained by :class:`kernelbook.train.Trainer`, as densely as any other, and most of its hidden values turn
 out zero. For each layer a predictor of low rank learns from the block's input which ones will not be (Liu et al., "Deja Vu:
@@ -10,7 +10,6 @@ graph does for every token.
 average over tokens.
 """
 
-import argparse
 import contextlib
 import copy
 import dataclasses
@@ -30,23 +29,51 @@ from kernelbook.lab import record, timing
 from kernelbook.launch import launcher
 from kernelbook.layer_norm import layer_norm
 from kernelbook.nn import GPT, SparseFFN
-from kernelbook.train import kernels
 from kernelbook.train.capture import Captured
 from kernelbook.train.loop import CONFIGS, TrainConfig, Trainer
 from kernelbook.train.text import TextData
 
 # isort: split
 import triton
+import triton.language as tl
 
-__all__ = ["BENCH", "Decoder", "Predictor", "main", "train_predictors"]
+__all__ = ["BENCH", "Decoder", "Predictor", "measure", "train_predictors"]
 
 STEM = "sparse_inference"
 WIDTHS = {1024: "medium", 2048: "large", 4096: "huge"}
 SHARES = (0.05, 0.1, 0.25)
 CONTEXT = 512
+ABOVE_BLOCK = 8192  # columns that the one program of the kernel for chosen columns looks at in a step
 
 
 # --- predictors -----------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["M", "count"])
+def _columns_above_kernel(  # type: ignore[no-untyped-def]
+    scores_ptr, stride_sm,  # (M, N), columns contiguous
+    threshold_ptr,  # one number
+    ids_ptr,  # (count,) int64
+    M, N, count,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The columns in which any row exceeds the threshold, as many as there is room for; N in the places that are left."""
+    threshold = tl.load(threshold_ptr).to(tl.float32)
+    within = tl.arange(0, BLOCK_N)
+    found = 0
+    for start in range(0, N, BLOCK_N):
+        offs = start + within
+        best = tl.full((BLOCK_N,), float("-inf"), tl.float32)
+        for m in range(M):
+            scores = tl.load(scores_ptr + m * stride_sm + offs, mask=offs < N, other=float("-inf"))
+            best = tl.maximum(best, scores.to(tl.float32))
+        wanted = (best > threshold).to(tl.int32)
+        place = found + tl.cumsum(wanted, axis=0) - 1
+        tl.store(ids_ptr + place, offs.to(tl.int64), mask=(wanted > 0) & (place < count))
+        found += tl.sum(wanted, axis=0)
+    for start in range(0, count, BLOCK_N):
+        offs = start + within
+        tl.store(ids_ptr + offs, tl.full((BLOCK_N,), N, tl.int64), mask=(offs >= found) & (offs < count))
 
 
 class Predictor(torch.nn.Module):
@@ -76,8 +103,8 @@ class Predictor(torch.nn.Module):
         """(..., d) -> (count,) ids, or fewer on the CPU."""
         scores = self.scores(x).flatten(0, -2)
         (rows, neurons), ids = scores.shape, x.new_empty(self.count, dtype=torch.int64)
-        block = min(triton.next_power_of_2(neurons), kernels.ABOVE_BLOCK)
-        launch = launcher(kernels._columns_above_kernel, BLOCK_N=block, num_warps=max(4, block // 512))
+        block = min(triton.next_power_of_2(neurons), ABOVE_BLOCK)
+        launch = launcher(_columns_above_kernel, BLOCK_N=block, num_warps=max(4, block // 512))
         launch((1,), scores, scores.stride(0), self.threshold, ids, rows, neurons, self.count)
         return ids if ids.is_cuda else ids[ids < neurons]  # on the CPU an id that is no neuron's is an error
 
@@ -279,7 +306,7 @@ def error_ratio(model: GPT, predictors: Sequence[Predictor], data: TextData) -> 
     return verdict.require().ratio
 
 
-# --- the command ----------------------------------------------------------------------------------------------------
+# --- what is measured -------------------------------------------------------------------------------------------------
 
 
 def measure(
@@ -320,31 +347,16 @@ def measure(
             del decoder
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Trains and measures the widths that were asked for."""
-    parser = argparse.ArgumentParser(prog="python -m bench.sparse_inference", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder of the file")
-    parser.add_argument("--widths", type=int, nargs="*", default=list(WIDTHS), choices=list(WIDTHS))
-    parser.add_argument("--steps", type=int, default=300, help="of training each model (default: 300)")
-    parser.add_argument("--predictor-steps", type=int, default=150, help="of training its predictors (default: 150)")
-    parser.add_argument("--tiny", action="store_true", help="one small model, for the interpreter")
-    given = parser.parse_args(arguments)
-    if runtime.DEVICE.type != "cuda" and not given.tiny:
-        parser.error("--tiny must be given where no GPU runs kernels")
-    about = {"run": record.new_run(), **record.environment("sparse_inference")}
-    common: dict[str, Any] = {"activation": "relu", "mode": "dense", "scheduler": "all", "checkpoint_every": 0}
-    if given.tiny:
-        config = dataclasses.replace(CONFIGS["tiny"], **common, steps=given.steps, eval_every=0)
-        measure(config, given.out, about, rank=4, predictor_steps=given.predictor_steps, shares=(0.25,), batches=(1,),
-                samples=1, count=2)  # fmt: skip
-        return 0
-    write_ceilings(given.out, about["run"], quick=True)
-    for width in given.widths:
+def run(folder: Path, select: str | None = None) -> int:
+    """Trains and measures each width, or those that are named with commas between them."""
+    about = {"run": record.new_run(), **record.environment(STEM)}
+    write_ceilings(folder, about["run"], quick=True)
+    for width in map(int, select.split(",")) if select else WIDTHS:
         config = dataclasses.replace(
-            CONFIGS[WIDTHS[width]], **common, steps=given.steps, batch_size=8, eval_every=0, sparse_layers="mlp",
-            cuda_graph=True, log_every=100,
+            CONFIGS[WIDTHS[width]], activation="relu", mode="dense", scheduler="all", steps=300, batch_size=8,
+            sparse_layers="mlp", cuda_graph=True, eval_every=0, checkpoint_every=0, log_every=100,
         )  # fmt: skip
-        measure(config, given.out, about, rank=width // 16, predictor_steps=given.predictor_steps)
+        measure(config, folder, about, rank=width // 16, predictor_steps=150)
         forget()
     return 0
 
@@ -352,10 +364,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 BENCH = Bench(
     name="sparse_inference",
     baselines={"dense": "torch"},
-    run=lambda folder, select: main(["--out", str(folder), *(["--widths", *select.split(",")] if select else [])]),
+    run=run,
     options=("select",),
 )
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

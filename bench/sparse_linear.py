@@ -1,12 +1,12 @@
 """What is measured of ``sparse_linear``: the sparse backward pass beside the dense one and what PyTorch users would write."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 
-from bench import Bench, step
+from bench import Bench, Calls, Tensors, step
 from bench.models import MODELS
 from kernelbook import check, runtime
 from kernelbook.lab import timing
@@ -18,7 +18,7 @@ from kernelbook.sparse_linear.reference import (
     sparse_forward_reference,
 )
 
-__all__ = ["BENCH", "backward_case", "cases", "host_calls"]
+__all__ = ["BENCH", "backward_case", "cases"]
 
 CHUNK = 64
 SHAPES = (
@@ -30,8 +30,6 @@ SHAPES = (
 )
 FRACTIONS = (0.02, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0)
 
-Tensors = Sequence[torch.Tensor]
-Calls = dict[str, Callable[[], Tensors]]
 Views = dict[str, Callable[[Tensors], Tensors]]
 
 
@@ -241,23 +239,9 @@ def models() -> Iterator[timing.Case]:
             yield backward_case((8192, k, n), fraction)
 
 
-def host_calls() -> dict[str, Callable[[], object]]:
-    """Small calls, whose cost is the host's."""
-    x, weight, dy, ids = _inputs(64, 256, 1024, 0.25, torch.bfloat16)
-    leaf = weight.clone().requires_grad_()
-    return {
-        "sparse_forward": lambda: op.sparse_forward(x, weight, None, ids),
-        "sparse_dx": lambda: op.sparse_dx(dy, weight, ids),
-        "sparse_dw": lambda: op.sparse_dw(x, dy, ids),
-        "sparse_backward": lambda: op.sparse_backward(x, weight, dy, ids),
-        "sparse_linear, forward and backward": lambda: op.sparse_linear(x, leaf, None, ids).backward(dy),
-    }
-
-
 BENCH = Bench(
     name="sparse_linear",
     baselines=dict.fromkeys(("dense", "python_loop", "gather_cublas", "packed_cublas"), "torch"),
     cases=cases,
     models=models,
-    host_calls=host_calls,
 )

@@ -1,6 +1,6 @@
 """The measured experiments of the chapter "Training with a sparse backward pass".
 
-``python -m bench.sparse_training --width 512 1024 2048 --out book/results`` writes, below the folder of the GPU at hand:
+``python -m bench sparse_training`` writes into the folder of the GPU at hand:
 
     sparse_training.csv            the time of a training step, by mode, scheduler and share of active chunks
     sparse_training_parts.csv      how much of that time is the optimizer's
@@ -8,18 +8,16 @@
     sparse_training_curves.jsonl   one run a line: losses against steps and seconds
     sparse_training_budgets.csv    the loss after equal seconds, where each run's schedule ends with them
 
-What is recorded already is not measured again, so that a study that was stopped goes on where it was. A study may also be
-shared out among GPUs, each with a folder of its own; ``--merge FOLDER ...`` then puts them together.
+``--select '^(step|parts) 512'`` takes only the experiments whose name has this. Scores are no times, and
+``python -m bench.sparse_training`` alone records them without a GPU too.
 """
 
-import argparse
 import dataclasses
 import functools
 import itertools
-import json
 import math
+import re
 import statistics
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +26,6 @@ from typing import Any
 
 import pandas as pd
 import torch
-from tqdm import tqdm
 
 from bench import Bench, forget, row, write_ceilings
 from kernelbook import check, runtime
@@ -41,16 +38,17 @@ from kernelbook.train.schedulers import SCHEDULERS, KnnScheduler, make_scheduler
 from kernelbook.train.seeds import generator
 from kernelbook.train.synthetic import PlantedTeacher, score_scheduler
 
-__all__ = ["BENCH", "main", "step_gflop"]
+__all__ = ["BENCH", "run", "step_gflop"]
 
 STEM = "sparse_training"
 SIZES = {config.width: name for name, config in CONFIGS.items() if name != "tiny"}
+WIDTHS, SEEDS = (512, 1024, 2048), (0, 1, 2)
 FRACTIONS = (0.1, 0.25)
 SCORED = 0.125  # active chunks of the planted teacher: as many as are planted
-CURVE_STEPS = {512: 300, 1024: 300, 2048: 200, 4096: 100}
+CURVE_STEPS = {512: 300, 1024: 300, 2048: 200}
 SPARSE_MODES = ("sparse_dw", "sparse_dw_dx")
 CHOOSERS = tuple(name for name in SCHEDULERS if name not in ("all", "oracle"))
-BUDGET_SECONDS = {512: 1.5, 1024: 3.0, 2048: 8.0, 4096: 16.0}
+BUDGET_SECONDS = {512: 1.5, 1024: 3.0, 2048: 8.0}
 WARM = 1 / 8  # the share of a run that is dense at its beginning
 # What tells one row, or one line, from another.
 KEYS: dict[str, tuple[str, ...]] = {
@@ -59,7 +57,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     f"{STEM}_budgets": ("shape", "provider", "active", "lr", "sparse_lr", "seed", "budget_seconds"),
     f"{STEM}_curves": ("provider", "active", "sparse_lr", "width", "seed", "steps"),
 }
-PARTS = {"optimizer": ("_adamw", "adam", "FusedAdam")}  # by what the names of its kernels contain
+OPTIMIZER = ("_adamw", "adam", "FusedAdam")  # what the names of its kernels contain
 
 
 # --- what is trained ------------------------------------------------------------------------------------------------
@@ -113,7 +111,7 @@ def step_gflop(config: TrainConfig, vocab_size: int) -> float:
         share = 1.0
         if name in sparse and config.mode != "dense":
             count = d_out // config.chunk_size
-            share = Layout.of_fraction([count], config.active, torch.device("cpu")).active[0] / count
+            share = Layout.of_fraction([count], config.active).active[0] / count
         sparse_dx = config.mode == "sparse_dw_dx" and (config.sparse_dx == "all" or name not in OUTPUTS)
         dw, dx = share, share if sparse_dx else 1.0
         total += config.depth * d_in * d_out * (1 + dw + dx)
@@ -279,63 +277,45 @@ class _ShuffledKnn(KnnScheduler):
 
 
 class Study:
-    """The experiments in one process, recorded as they come, for one :attr:`width` at a time."""
+    """The experiments whose names have ``select``, recorded as they come, for one :attr:`width` at a time."""
 
-    def __init__(self, out: Path, deadline: float) -> None:
-        self.width, self.out, self.deadline = 512, out / record.device_slug(), deadline
-        self.run = record.new_run()
-        self.about = record.environment(STEM)
+    def __init__(self, folder: Path, select: str) -> None:
+        self.width, self.folder, self.select = WIDTHS[0], folder, select
+        self.about = {"run": record.new_run(), **record.environment(STEM)}
         self.data = make_data(CONFIGS["small"])  # the same for all widths
         self._ms: dict[tuple[int, Variant], float] = {}
         self.failures = 0
 
-    def attempt(self, name: str, seconds: float, body: Callable[[], Any]) -> None:
-        """Runs one experiment if time for it is left; what it raises is printed and counted."""
-        if time.monotonic() + seconds > self.deadline:
-            print(f"no time left for {name}", flush=True)
+    def attempt(self, name: str, body: Callable[[], str]) -> None:
+        """Runs one experiment; what it raises is printed and counted."""
+        if not re.search(self.select, name):
             return
         started = time.monotonic()
         try:
-            note = body()
-            print(f"{name}: {note or 'done'} ({time.monotonic() - started:.1f} s)", flush=True)
+            print(f"{name}: {body()} ({time.monotonic() - started:.1f} s)", flush=True)
         except Exception:  # the other experiments go on
             self.failures += 1
             print(f"{name} FAILED\n{traceback.format_exc()}", flush=True)
         forget()
 
-    def _recorded(self, stem: str, **wanted: Any) -> bool:
-        path = self.out / f"{stem}.csv"
-        if not path.exists():
-            return False
-        rows = pd.read_csv(path, dtype=str, keep_default_na=False)
-        for name, value in (wanted | {"kernels": self.about["kernels"]}).items():
-            rows = rows.loc[rows[name] == str(value)]
-        return len(rows) > 0
-
     def _write(self, table: str, figures: dict[str, Any]) -> None:
-        rows = pd.DataFrame([{"run": self.run, **figures, **self.about}])
-        record.write_results(self.out / f"{STEM}_{table}.csv", rows, key=KEYS[f"{STEM}_{table}"])
+        rows = pd.DataFrame([{"run": self.about["run"], **figures, **self.about}])
+        record.write_results(self.folder / f"{STEM}_{table}.csv", rows, key=KEYS[f"{STEM}_{table}"])
 
     # --- steps ---
 
     def steps(self) -> None:
         """Rows of ``sparse_training.csv``: plain PyTorch, and every variant."""
-        write_ceilings(self.out, self.run)
-        self.attempt(f"step {self.width} torch", 10, self._torch_step)
+        self.attempt(f"step {self.width} torch", self._torch_step)
         for variant in step_variants():
             name = f"step {self.width} {variant.provider} {variant.sparse_layers} {variant.active:g}"
-            self.attempt(name, 8, functools.partial(self._step, variant))
+            self.attempt(name, functools.partial(self._step, variant))
 
     def _torch_step(self) -> str:
-        config = Variant().config(self.width)
-        if self._recorded(STEM, provider="torch", shape=_shape(config)):
-            return "recorded already"
-        return self._timed("torch", config, lambda: _plain_step(self.width, self.data), math.nan)
+        return self._timed("torch", Variant().config(self.width), lambda: _plain_step(self.width, self.data), math.nan)
 
     def _step(self, variant: Variant) -> str:
         config = variant.config(self.width, dense_steps=0)
-        if self._recorded(STEM, provider=variant.provider, shape=_shape(config), x=f"{variant.active:.12g}"):
-            return "recorded already"
         ratio = math.nan if variant.mode == "dense" else _error_ratio(variant, self.width, self.data)
         trainer = functools.partial(_trainer, variant, self.width, self.data)
         return self._timed(variant.provider, config, lambda: trainer()._enqueue, ratio, graph=variant.graph)
@@ -354,8 +334,8 @@ class Study:
             STEM, "step", provider, getattr(torch, config.dtype), _shape(config), ("active", config.active), found,
             gbytes=0, gflop=step_gflop(config, self.data.vocab_size), peak_mib=peak, err_ratio=ratio,
         )  # fmt: skip
-        table = pd.DataFrame([{"run": self.run, **written, **self.about}], columns=list(record.COLUMNS))
-        record.write_results(self.out / f"{STEM}.csv", table)
+        table = pd.DataFrame([{**self.about, **written}], columns=list(record.COLUMNS))
+        record.write_results(self.folder / f"{STEM}.csv", table)
         return f"{found.ms:.3f} ms, error ratio {ratio:.2f}"
 
     # --- parts ---
@@ -363,44 +343,37 @@ class Study:
     def parts(self) -> None:
         """Rows of ``sparse_training_parts.csv``: device time of a step's kernels, the optimizer's and the others'."""
         for variant in (Variant(), Variant("sparse_dw", "knn", 0.1)):
-            self.attempt(f"parts {self.width} {variant.provider}", 8, functools.partial(self._parts, variant))
+            self.attempt(f"parts {self.width} {variant.provider}", functools.partial(self._parts, variant))
 
     def _parts(self, variant: Variant) -> str:
         config = variant.config(self.width, dense_steps=0)
-        key = {"shape": _shape(config), "provider": variant.provider, "active": f"{variant.active:g}"}
-        if self._recorded(f"{STEM}_parts", **key):
-            return "recorded already"
         # Eagerly: the profiler sees the kernels of a graph as well, but the autograd of a step is what it can attribute.
         trainer = _trainer(dataclasses.replace(variant, graph=False), self.width, self.data)
         for step in range(4):
             trainer._enqueue(step)
         numbers = itertools.count(4)
         kernels = profiling.device_kernels(lambda: trainer._enqueue(next(numbers)), calls=5)
-        parts = profiling.sums(kernels, functools.partial(profiling.part_of, parts=PARTS, rest="others"), calls=5)
-        for part, (ms, count) in parts.items():
-            self._write("parts", {**key, "part": part, "device_ms": f"{ms:.5g}", "launches": f"{count:g}"})
-        return f"{sum(ms for ms, _ in parts.values()):.3f} ms in all"
+        key = {"shape": _shape(config), "provider": variant.provider, "active": f"{variant.active:g}"}
+        parts: dict[str, list[float]] = {"optimizer": [], "others": []}
+        for kernel in kernels:
+            own = any(name in kernel.name for name in OPTIMIZER)
+            parts["optimizer" if own else "others"].append((kernel.end - kernel.start) / 1e6)
+        for part, ms in parts.items():
+            figures = {"part": part, "device_ms": f"{sum(ms) / 5:.5g}", "launches": f"{len(ms) / 5:g}"}
+            self._write("parts", {**key, **figures})
+        return f"{sum(map(sum, parts.values())) / 5:.3f} ms in all"
 
     # --- curves ---
 
-    def curves(self, seeds: Sequence[int]) -> None:
+    def curves(self) -> None:
         """Lines of ``sparse_training_curves.jsonl``: dense, and each scheduler in each mode at each share."""
-        runs = [(seed, variant) for seed in seeds for variant in curve_variants(half=seed == seeds[0])]
-        for seed, variant in runs:
-            name = f"curve {self.width} {variant.provider} {variant.active:g} seed {seed}"
-            self.attempt(name, 15, functools.partial(self._curve, variant, seed))
+        for seed in SEEDS if self.width == min(WIDTHS) else SEEDS[:1]:
+            for variant in curve_variants(half=seed == 0):
+                name = f"curve {self.width} {variant.provider} {variant.active:g} seed {seed}"
+                self.attempt(name, functools.partial(self._curve, variant, seed))
 
     def _curve(self, variant: Variant, seed: int) -> str:
-        path, steps = self.out / f"{STEM}_curves.jsonl", CURVE_STEPS[self.width]
-        key = {
-            "provider": variant.provider, "mode": variant.mode, "scheduler": variant.scheduler, "active": variant.active,
-            "inactive": variant.inactive, "sparse_lr": variant.sparse_lr, "sparse_dx": variant.sparse_dx,
-            "width": self.width, "seed": seed, "steps": steps,
-        }  # fmt: skip
-        now = {"kernels": self.about["kernels"]}
-        known = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        if any(all(old.get(name) == value for name, value in (key | now).items()) for old in known):
-            return "recorded already"
+        steps = CURVE_STEPS[self.width]
         every = max(1, steps // 8)
         config = variant.config(
             self.width, steps=steps, seed=seed, dense_steps=round(WARM * steps), eval_every=every, eval_batches=4,
@@ -413,8 +386,9 @@ class Study:
         evaluated = [r for r in records if "validation_loss" in r]
         probed = [r for r in records if "recall" in r]
         line = {
-            "run": self.run, **key,
-            "shape": _shape(config),
+            "provider": variant.provider, "mode": variant.mode, "scheduler": variant.scheduler, "active": variant.active,
+            "inactive": variant.inactive, "sparse_lr": variant.sparse_lr, "sparse_dx": variant.sparse_dx,
+            "width": self.width, "seed": seed, "steps": steps, "shape": _shape(config),
             "validation_steps": [r["step"] for r in evaluated],
             "validation_seconds": [round(r["seconds"], 3) for r in evaluated],
             "validation_loss": [round(r["validation_loss"], 4) for r in evaluated],
@@ -422,20 +396,17 @@ class Study:
             "corpus": self.data.digest, "vocab_size": self.data.vocab_size,
             **self.about,
         }  # fmt: skip
-        record.write_lines(path, [line], KEYS[f"{STEM}_curves"])
+        record.write_lines(self.folder / f"{STEM}_curves.jsonl", [line], KEYS[f"{STEM}_curves"])
         return f"validation loss {evaluated[-1]['validation_loss']:.4f} in {trainer.seconds:.1f} s"
 
     # --- budgets ---
 
-    def budgets(self, seeds: Sequence[int]) -> None:
+    def budgets(self) -> None:
         """Rows of ``sparse_training_budgets.csv``: each variant takes as many steps as fit into the same seconds."""
-        write_ceilings(self.out, self.run)
-        runs = [(seed, *what) for seed in seeds for what in budget_variants(settings=seed == seeds[0])]
-        for seed, variant, lr in runs:
-            self.attempt(
-                f"budget {self.width} {variant.provider} {variant.active:g} lr x{lr:g} x{variant.sparse_lr:g} seed {seed}",
-                1.2 * BUDGET_SECONDS[self.width] + 3, functools.partial(self._budget, variant, lr, seed),
-            )  # fmt: skip
+        for seed in SEEDS if self.width == max(WIDTHS) else SEEDS[:1]:
+            for variant, lr in budget_variants(settings=seed == 0):
+                name = f"budget {self.width} {variant.provider} {variant.active:g} lr x{lr:g} x{variant.sparse_lr:g} seed {seed}"
+                self.attempt(name, functools.partial(self._budget, variant, lr, seed))
 
     def _step_ms(self, variant: Variant) -> float:
         variant = dataclasses.replace(variant, sparse_lr=1.0)  # costs nothing
@@ -450,12 +421,6 @@ class Study:
     def _budget(self, variant: Variant, lr_times: float, seed: int) -> str:
         budget, base = BUDGET_SECONDS[self.width], CONFIGS[SIZES[self.width]]
         lr = base.lr * lr_times
-        key = {
-            "shape": _shape(variant.config(self.width)), "provider": variant.provider, "active": f"{variant.active:g}",
-            "lr": f"{lr:g}", "sparse_lr": f"{variant.sparse_lr:g}", "seed": seed, "budget_seconds": f"{budget:g}",
-        }  # fmt: skip
-        if self._recorded(f"{STEM}_budgets", **key):
-            return "recorded already"
         dense_ms, ms = self._step_ms(Variant()), self._step_ms(variant)
         dense_steps = round(WARM * 1e3 * budget / dense_ms)
         steps = dense_steps + round((1e3 * budget - dense_steps * dense_ms) / ms)
@@ -467,7 +432,9 @@ class Study:
         trainer = Trainer(config, self.data, progress=False)
         trainer.run()
         outcome = {
-            **key, "step_ms": f"{ms:.5g}", "dense_steps": dense_steps, "steps": steps,
+            "shape": _shape(config), "provider": variant.provider, "active": f"{variant.active:g}",
+            "lr": f"{lr:g}", "sparse_lr": f"{variant.sparse_lr:g}", "seed": seed, "budget_seconds": f"{budget:g}",
+            "step_ms": f"{ms:.5g}", "dense_steps": dense_steps, "steps": steps,
             "train_loss": f"{statistics.fmean(trainer.losses()[-20:]):.4f}",
             "validation_loss": f"{trainer.validation_losses()[-1]:.4f}",
             "clock_seconds": f"{trainer.seconds:.3f}",
@@ -477,67 +444,43 @@ class Study:
 
     # --- scores ---
 
-    def scores(self, seeds: Sequence[int]) -> None:
+    def scores(self) -> None:
         """Rows of ``sparse_training_scores.csv``: precision, recall and energy on a planted teacher."""
-        for seed, families, name in itertools.product(seeds, (8, None), [*CHOOSERS, _ShuffledKnn.name, "oracle"]):
+        for seed, families, name in itertools.product(SEEDS, (8, None), [*CHOOSERS, _ShuffledKnn.name, "oracle"]):
             experiment = functools.partial(self._score, name, families, seed)
-            self.attempt(f"scores {name} families {families} seed {seed}", 5, experiment)
+            self.attempt(f"scores {name} families {families} seed {seed}", experiment)
 
     def _score(self, name: str, families: int | None, seed: int) -> str:
-        key = {"families": families or 0, "scheduler": name, "seed": seed, "active": SCORED}
-        if self._recorded(f"{STEM}_scores", **key):
-            return "recorded already"
         teacher = PlantedTeacher(families=families, seed=seed)
         layout = Layout.of_fraction([teacher.chunks], SCORED)
         shuffled = name == _ShuffledKnn.name
         scheduler = _ShuffledKnn(layout, seed=seed) if shuffled else make_scheduler(name, layout, seed=seed)
         table = pd.DataFrame(list(score_scheduler(teacher, scheduler, 160)))
         mean = table[["precision", "recall", "energy"]].mean()
+        key = {"families": families or 0, "scheduler": name, "seed": seed, "active": SCORED}
         self._write("scores", {**key, **{str(name): f"{value:.4f}" for name, value in mean.items()}})
         return f"recall {mean['recall']:.3f}, energy {mean['energy']:.3f}"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the experiments; 1 if one failed, 2 without a GPU."""
-    parser = argparse.ArgumentParser(prog="python -m bench.sparse_training", description=__doc__)
-    parser.add_argument("--width", type=int, nargs="+", choices=sorted(SIZES), default=[512, 1024, 2048])
-    parser.add_argument("--out", type=Path, default=None, help="folder for <gpu>/... (default: book/results)")
-    parser.add_argument(
-        "--what", default="scores,steps,parts,curves,budgets", help="what to run, in this order, each at every width"
-    )
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="seeds of curves and scores (default: 0)")
-    parser.add_argument("--minutes", type=float, default=60.0, help="begin nothing that would end later (default: 60)")
-    given = parser.parse_args(arguments)
-    if runtime.DEVICE.type != "cuda" and given.what != "scores":  # which are no times
-        print("study: there is no GPU here, and the interpreter's times say nothing about one.", file=sys.stderr)
-        return 2
-    study = Study(given.out or record.results_dir(), deadline=time.monotonic() + 60 * given.minutes)
-    experiments: dict[str, Callable[[], None]] = {
-        "steps": study.steps,
-        "parts": study.parts,
-        "budgets": lambda: study.budgets(given.seeds),
-        "curves": lambda: study.curves(given.seeds),
-    }
-    wanted = given.what.split(",")
-    for name in wanted:
-        if name not in ("scores", *experiments):
-            parser.error(f"--what must name some of scores, {', '.join(experiments)}, got {name!r}")
-    for name in tqdm(wanted, unit="part"):
-        if name == "scores":  # of no width
-            study.scores(given.seeds)
-        else:
-            for study.width in given.width:
-                experiments[name]()
-    return 1 if study.failures else 0
+def run(folder: Path, select: str | None = None) -> int:
+    """Runs the experiments whose names have ``select``; 1 if one failed."""
+    study = Study(folder, select or "")
+    write_ceilings(folder, study.about["run"])
+    study.scores()
+    for experiment in (study.steps, study.parts, study.curves, study.budgets):
+        for study.width in WIDTHS:
+            experiment()
+    return int(study.failures > 0)
 
 
 BENCH = Bench(
     name="sparse_training",
     keys=KEYS,
     baselines={"dense": "torch", "torch": "torch"},
-    run=lambda folder: main(["--out", str(folder.parent)]),
+    run=run,
+    options=("select",),
 )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    Study(record.results_dir() / record.device_slug(), "").scores()

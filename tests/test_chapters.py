@@ -152,7 +152,7 @@ def test_steps_are_one_case_that_is_checked_and_knows_its_providers() -> None:
     wrong = dataclasses.replace(
         case, build=lambda: chapters.problem(square, {"kernelbook:twice": lambda x: 2 * x}, torch.rand(9))
     )
-    with pytest.raises(RuntimeError, match="own_rows: square backward"):
+    with pytest.raises(RuntimeError, match="time_steps: square backward"):
         chapters.own_rows([wrong], rep_ms=1)
 
 

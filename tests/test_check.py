@@ -122,8 +122,8 @@ def test_the_rule_allows_twice_and_three_times_pytorchs_error() -> None:
 
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
 def test_the_floor_is_half_a_unit_in_the_last_place(dtype: torch.dtype) -> None:
-    ref, base = torch.ones(100, dtype=torch.float64), torch.ones(100, dtype=dtype)
-    for count, passes in ((20, True), (30, False)):  # the root of a quarter is a half
+    ref, base = torch.ones(1000, dtype=torch.float64), torch.ones(1000, dtype=dtype)
+    for count, passes in ((200, True), (300, False)):  # the root of a quarter is a half
         out = base.clone()
         out[:count] += torch.finfo(dtype).eps
         assert check.compare("out", out, ref, base).passed == passes
@@ -134,10 +134,12 @@ FEW = (1, 3, 8, 40)  # elements: scalars, biases of routers, sinks
 
 @pytest.mark.parametrize("count", (*FEW, 64, 5000))
 def test_the_floor_of_few_numbers_is_higher(count: int) -> None:
-    ref = torch.ones(count, dtype=torch.float64)
+    """An expanded input makes the same few numbers many."""
+    ref = torch.arange(1.0, count + 1, dtype=torch.float64)
     for share, passes in ((0.98, True), (1.02, False)):
-        out = ref + share * check.FLOOR[torch.float64] * max(1, 8 / math.sqrt(count))
-        assert check.compare("out", out, ref, ref).passed == passes
+        out = ref * (1 + share * check.FLOOR[torch.float64] * max(1, 8 / math.sqrt(count)))
+        for rows in (1, 3):
+            assert check.compare("out", *(t.expand(rows, count) for t in (out, ref, ref))).passed == passes
 
 
 @pytest.mark.parametrize("dtype", check.FLOOR)

@@ -59,7 +59,7 @@ def test_doctor_fails_when_a_kernel_is_broken(
         "", "kitchen", "doctor layer_norm",
         "profile --set hidden_size=-4 --out new", "profile --set slots={[]:1} --out new", "profile --out file/folder",
         "profile --config file", "train --out file", "train --out new --lr nan", "train --out new --beta1 3",
-        "train --out new --seed 99999999999999999999", "train --out new --text nowhere", "train --out new --heads 0",
+        "train --out new --seed 99999999999999999999", "train --out new --corpus nowhere", "train --out new --heads 0",
         "judge file", "judge nothere", "judge --task nothere", "judge nothere --task vector_add", "judge file --task nothere",
         "profile --out /proc/new", "check-model nothere", "check-model file", "check-model . --tokens 0",
     ),
@@ -80,8 +80,8 @@ def test_whatever_is_typed_is_answered_in_a_sentence(
 def test_a_run_whose_files_are_not_its_own_is_not_gone_on_with(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    typed = ["train", "--config", "tiny", "--quiet", "--task", "copy", "--context", "5", "--steps", "1", "--out"]
-    assert cli.main([*typed, str(tmp_path / "run")]) == 0
+    sizes = ["--context", "5", "--steps", "1", "--vocab-size", "260", "--corpus", __file__]
+    assert cli.main(["train", "--config", "tiny", "--quiet", *sizes, "--out", str(tmp_path / "run")]) == 0
     # The log is written anew from the checkpoint.
     names, contents = ("config.json", "checkpoint.pt"), (b"", b"[]", b"3", b'{"width": "x"}', b"\xff\x00")
     for number, (name, content) in enumerate(itertools.product(names, contents)):

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from kernelbook import runtime
-from kernelbook.distributed import ExpertParallel, by_expert, gradients, keep_equal, reduce_active_rows, windows
+from kernelbook.distributed import by_expert, gradients, keep_equal, reduce_active_rows, windows
 from kernelbook.lab import cli
 from kernelbook.nn import GatedExperts, SparseLinear
 from kernelbook.nn.moe import quantize_parameter, stored_weight
@@ -54,19 +54,18 @@ def _run(ranks: int, folder: Path, *checks: str, cpu: bool = True) -> None:
 def test_several_ranks(tmp_path: Path) -> None:
     """Two, then three of them, which go on from what the two have written; at the end one is killed."""
     _run(
-        2, tmp_path, "expert_parallel", "sharded_four_bits", "active_rows", "active_rows_fsdp", "kept_equal", "trains_ddp",
+        2, tmp_path, "expert_parallel", "sharded_four_bits", "active_rows", "kept_equal", "trains_ddp",
         "trains_fsdp", "adapters_are_safe", "bytes_stay_bytes", "transformers_experts", "measures",
     )  # fmt: skip
     three = (
         "expert_parallel_four_bits", "expert_parallel_bfloat16", "expert_parallel_without_waiting", "windows_grow",
-        "sharded_loads_elsewhere", "active_rows_fsdp", "resumes_fsdp",
+        "sharded_loads_elsewhere", "resumes_fsdp",
     )  # fmt: skip
     code, output = _torchrun(3, tmp_path, *three, "dies")
     _assert_all_passed(output, 3, *three)
     assert code != 0 and "ok dies" not in output
     assert "SIGKILL" in output  # torchrun says who it was
-    assert (tmp_path / "dies" / "latest").read_text() == "checkpoint-2"
-    assert (tmp_path / "dies" / "checkpoint-2" / ".metadata").is_file()
+    assert torch.load(tmp_path / "dies" / "checkpoint.pt")["run"]["step"] in (2, 4)
 
 
 def test_a_mesh_of_two_dimensions(tmp_path: Path) -> None:
@@ -86,7 +85,7 @@ def test_several_gpus(tmp_path: Path, ranks: int) -> None:
         pytest.skip(f"needs {ranks} GPUs")
     checks = (
         "expert_parallel", "expert_parallel_four_bits", "expert_parallel_bfloat16", "expert_parallel_without_waiting",
-        "windows_grow", "in_a_graph", "sharded_four_bits", "active_rows", "active_rows_fsdp", "kept_equal", "trains_ddp", "trains_fsdp", "measures",
+        "windows_grow", "in_a_graph", "sharded_four_bits", "active_rows", "kept_equal", "trains_ddp", "trains_fsdp", "measures",
         "adapters_are_safe", "bytes_stay_bytes", "transformers_experts", *(("two_dimensions",) if ranks == 4 else ()),
     )  # fmt: skip
     _run(ranks, tmp_path, *checks, cpu=False)
@@ -116,8 +115,6 @@ def test_bad_input(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     quantize_parameter(module, "down")
     with pytest.raises(ValueError, match="by_expert: each expert of down must have a multiple of block_size"):
         by_expert(module)
-    with pytest.raises(ValueError, match="ExpertParallel: gradients must be one of 'mean', 'sum', got 'max'"):
-        ExpertParallel(gradients="max")
     with pytest.raises(ValueError, match="reduce_active_rows: module must have SparseLinear layers"):
         reduce_active_rows(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match="keep_equal: parameters must not be empty"):

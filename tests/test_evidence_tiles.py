@@ -13,7 +13,7 @@ import triton
 from tensors import check_attention, randn
 from triton.runtime import interpreter
 
-from bench.sparse_inference import Predictor
+from bench import sparse_inference
 from kernelbook import check, runtime
 from kernelbook.attention import kernels as attention_kernels
 from kernelbook.attention import kernels_decode as decode_kernels
@@ -352,8 +352,8 @@ def test_chunks_are_updated_in_pieces(inactive: str, monkeypatch: pytest.MonkeyP
 
 
 def test_columns_above_a_threshold(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train_kernels, "ABOVE_BLOCK", 16)
-    predictor = Predictor(6, 70, 4, count=25)
+    monkeypatch.setattr(sparse_inference, "ABOVE_BLOCK", 16)
+    predictor = sparse_inference.Predictor(6, 70, 4, count=25)
     x = randn(3, 6)
     with torch.no_grad():
         predictor.b.copy_(randn(70, 4))

@@ -15,8 +15,6 @@ def test_every_call_is_measured_beside_what_pytorch_has(monkeypatch: pytest.Monk
     monkeypatch.setattr(timing, "host_us", once)
     for name, value in {"NEW_SHAPES": 1, "CALLS": 3, "CACHE": 40, "GROWTH": 3}.items():
         monkeypatch.setattr(host, name, value)
-    # What the rooms' own benches add is tested with them.
-    monkeypatch.setattr(host.registry, "CASE_BY_CASE", ("layer_norm",))
     rows = host.measured()
     assert rows[0][:2] == ("torch", "u") and len({row[:2] for row in rows}) == len(rows)
     for call in ("layer_norm", "rms_norm", "linear", "sdpa", "ffn"):

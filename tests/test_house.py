@@ -37,7 +37,7 @@ DOORS = {
         },
         "outside": {"torch", "triton"},
     },
-    "cases.py": {"kernelbook": {"runtime", "check", "cases", "packed"}, "outside": {"torch"}},
+    "cases.py": {"kernelbook": {"runtime", "check", "cases", "packed", "tensors"}, "outside": {"torch"}},
     "__init__.py": {"kernelbook": set(), "outside": set()},
 }
 # A room may have further kernels, for one generation of GPUs or for one kind of call, behind the door of kernels.py, and more

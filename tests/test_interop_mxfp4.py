@@ -102,6 +102,12 @@ def test_a_loaded_model_is_transformers_own_dense_one(tmp_path: Path) -> None:
     assert_as_eager(dense, lambda _: on_kernels(model))
 
 
+def test_a_published_model_can_be_checked(tmp_path: Path) -> None:
+    publish(tmp_path, num_hidden_layers=1)
+    report = check.model(on_kernels(load(tmp_path)), tokens(1, 8))
+    assert report.ok, str(report)
+
+
 def test_fast_generation_of_a_published_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """generate takes the way through our call, and gives the dense model's tokens; windows fill on the way."""
     publish(tmp_path)

@@ -200,7 +200,7 @@ def test_clamped_swiglu_names_what_is_wrong(name: str, value: Any) -> None:
 # --- which experts --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("active", ("all", "bound", "count", "auto"))
+@pytest.mark.parametrize("active", ("all", "bound", "auto"))
 @pytest.mark.parametrize("tokens", (0, 3, 40))
 def test_renamed_ids_stand_for_the_same_experts(active: str, tokens: int) -> None:
     experts, slots = 16, 3
@@ -214,20 +214,18 @@ def test_renamed_ids_stand_for_the_same_experts(active: str, tokens: int) -> Non
     assert ((renamed == len(chosen)) == (ids == experts)).all()
     kept = ids < experts
     assert torch.equal(chosen[renamed[kept]].long(), ids[kept])
-    used = ids[kept].unique().numel()
-    assert len(chosen) == max(used, 1) if active == "count" else used <= len(chosen) <= ids.numel()
+    assert ids[kept].unique().numel() <= len(chosen) <= ids.numel()
 
 
-@pytest.mark.parametrize("active", ("bound", "count"))
-def test_ids_out_of_range_are_renamed_to_slots_to_skip(active: str) -> None:
+def test_ids_out_of_range_are_renamed_to_slots_to_skip() -> None:
     ids = torch.tensor([[0, -1], [2, 21], [-(2**40), 16]], device=DEVICE)
-    chosen, renamed = choose_experts(ids, 16, active)
+    chosen, renamed = choose_experts(ids, 16, "bound")
     assert chosen is not None and chosen.min() >= 0 and chosen.max() < 16
     assert (renamed == len(chosen)).tolist() == [[False, True], [False, True], [True, True]]
     assert chosen[renamed[:2, 0]].tolist() == [0, 2]
 
 
-@pytest.mark.parametrize("active", ("all", "bound", "count"))
+@pytest.mark.parametrize("active", ("all", "bound"))
 @pytest.mark.parametrize("bad", (-1, 17))
 def test_ids_out_of_range_raise_where_they_are_checked(active: str, bad: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KERNELBOOK_DEBUG", "1")
@@ -258,7 +256,7 @@ def _compressed(kind: str, weight: torch.Tensor) -> tuple[Any, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", ("nf4", "float8"))
-@pytest.mark.parametrize("active", ("all", "bound", "count"))
+@pytest.mark.parametrize("active", ("all", "bound"))
 @pytest.mark.parametrize("tokens", (1, 4))
 def test_compressed_is_as_dense(kind: str, active: str, tokens: int) -> None:
     """Bit for bit, gradients too: the same products with the same values."""
@@ -316,13 +314,13 @@ def test_only_used_experts_become_dense_and_are_not_kept(dequantized: list[tuple
     ids[:] = torch.tensor([[4, 7], [7, 4], [4, 4]])
     weights = {name: nf4_quantize(inputs.pop(name), block_size=32) for name in ("gate_up", "down")}
     leaves = {name: value.requires_grad_() for name, value in inputs.items()}
-    out = _call(ids, active="count")(**leaves, **weights)
+    out = _call(ids, active="bound")(**leaves, **weights)
     gc.collect()
-    assert [count for count, _ in dequantized] == [2, 2], "experts 4 and 7, for two products"
+    assert [count for count, _ in dequantized] == [6, 6], "one for each pair, for two products"
     assert all(storage() is None for _, storage in dequantized), "kept for the backward pass"
     out.sum().backward()
     gc.collect()
-    assert [count for count, _ in dequantized] == [2] * 4, "made again, once for each product"
+    assert [count for count, _ in dequantized] == [6] * 4, "made again, once for each product"
     assert all(storage() is None for _, storage in dequantized)
     grad = leaves["a1"].grad
     assert grad is not None and grad[[4, 7]].abs().sum() > 0

@@ -1,6 +1,5 @@
 """The room moe_lora: every output and gradient by the rule of check.py, and everything around it."""
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -13,7 +12,6 @@ from kernelbook import arguments, check, runtime
 from kernelbook.lab.compiled import compile_calls
 from kernelbook.moe_lora import kernels, moe_lora_reference, route_reference
 from kernelbook.moe_lora.routing import tiles_of_height
-from kernelbook.nf4 import kernels as nf4_kernels
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LORA = ("lora_a", "lora_b")
@@ -223,21 +221,17 @@ HOPPER = pytest.mark.skipif(
 
 @pytest.mark.gpu
 @HOPPER
-@pytest.mark.parametrize("kind", ("64", "64 double", "mxfp4"))
-def test_packed_experts_of_few_rows_bit_for_bit(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There the table is rounded before the scale multiplies it, in float32: every element is what that gives."""
-    for name in ("PACKED_ELEMENTS", "SOME_ELEMENTS"):  # from which nf4_matmul takes these kernels
-        monkeypatch.setattr(nf4_kernels, name, 0)
+def test_mxfp4_experts_of_few_rows_bit_for_bit() -> None:
+    """Their scales are powers of two: nothing is rounded."""
     experts, n, k = 3, 72, 128
-    q = packed(kind, experts, n, k)
+    q = packed("mxfp4", experts, n, k)
     for dtype in (torch.bfloat16, torch.float16):
-        rounded = dataclasses.replace(q, code=q.code.to(dtype).float())
-        expected = kb.nf4_dequantize(rounded, dtype=dtype)
+        expected = kb.nf4_dequantize(q, dtype=dtype)[1].t()
         for start in range(0, k, 4):
             x = torch.eye(k, dtype=dtype, device=q.device)[start : start + 4]
             ids = torch.full((4, 1), 1, device=q.device)
-            assert torch.equal(kb.scatter2scatter(x, q, kb.route(ids, experts)), expected[1].t()[start : start + 4])
-            assert torch.equal(kb.nf4_matmul(x, q, 1), expected[1].t()[start : start + 4])
+            assert torch.equal(kb.scatter2scatter(x, q, kb.route(ids, experts)), expected[start : start + 4])
+            assert torch.equal(kb.nf4_matmul(x, q, 1), expected[start : start + 4])
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=label)

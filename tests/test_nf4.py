@@ -18,7 +18,6 @@ from kernelbook.nf4 import (
     NF4,
     CodeBook,
     NF4Tensor,
-    dynamic_code_reference,
     kernels,
     nested_absmax_reference,
     nf4_code_reference,
@@ -62,11 +61,6 @@ def same_bits(a, b):
 
 def test_the_code_book_is_what_its_derivation_gives():
     torch.testing.assert_close(nf4_code_reference(torch.float32), torch.tensor(NF4.values), atol=2e-7, rtol=0)
-
-
-def test_the_reference_has_the_codes_of_the_package():
-    assert torch.equal(dynamic_code(), dynamic_code_reference())
-    assert len(set(dynamic_code_reference().tolist())) == 256
 
 
 def test_quantize_takes_the_nearest_code_and_the_lower_one_of_two():
@@ -242,6 +236,10 @@ def test_parts_that_are_not_contiguous_are_copied_once():
 @pytest.fixture(scope="module")
 def bnb():
     return pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is not installed")
+
+
+def test_the_values_of_double_quantization_are_those_of_bitsandbytes(bnb):
+    assert torch.equal(dynamic_code(), bnb.create_dynamic_map())
 
 
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])

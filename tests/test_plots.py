@@ -86,14 +86,6 @@ def test_speedups_are_taken_within_a_run() -> None:
     assert drawn == {"kernelbook": [3.0, 3.0], "kernelbook:locks": [0.5, 0.5], "torch = 1": [1.0, 1.0]}
 
 
-def test_roofline_points_take_the_largest_row_of_each_operation_and_mode() -> None:
-    table = pd.concat([rows(), rows(mode="backward"), rows(provider="torch"), rows(mode="first_call"), rows(gflop=0.0)])
-    points = plots.roofline_points(table)
-    assert sorted(points["name"]) == ["layer_norm, backward", "layer_norm, forward"]
-    assert list(points["x"]) == [4096, 4096]
-    assert list(points["intensity"]) == [0.5, 0.5]
-
-
 def test_share_figure_has_a_line_for_each_function_and_pass_and_a_dot_for_each_point() -> None:
     table = pd.concat([rows(), rows(mode="backward", gflop=7e5)], ignore_index=True)
     figure = plots.share_figure(measured.shares(table, ceilings().astype({"empty_us": float})))
@@ -107,12 +99,12 @@ def test_share_figure_has_a_line_for_each_function_and_pass_and_a_dot_for_each_p
 
 
 def test_roofline_figure_has_its_ridge_where_the_ceilings_meet() -> None:
-    figure = plots.roofline_figure(plots.roofline_points(rows()), ceilings(), intensities={"vector add": 0.1})
+    figure = plots.roofline_figure(ceilings(), {"vector add": 0.1, "matmul": 2000.0})
     roof = figure.axes[0].lines[1]
     assert roof.get_xdata()[1] == pytest.approx(700e3 / 4000)
     assert roof.get_ydata()[1] == 700.0
     texts = [text.get_text() for text in figure.axes[0].texts]
-    assert "copy: 4000 GB/s" in texts and "layer_norm" in texts and "vector add" in texts
+    assert texts == ["copy: 4000 GB/s", "bf16 matmul: 700 TFLOP/s", "vector add", "matmul"]
 
 
 def test_a_provider_keeps_its_colour() -> None:

@@ -222,21 +222,9 @@ def test_callback_in_the_real_trainer(tmp_path: Path) -> None:
         callback.on_train_begin(arguments, trainer.state, trainer.control)
 
 
-def test_kernels_are_summed_by_part() -> None:
-    parts = {"products": ("gemm", "nvjet"), "sorting": ("sort",)}
-    kernels = [
-        profiling.Kernel(name, start, start + 500_000)
-        for start, name in enumerate(("sgemm_sort", "radix_sort", "nvjet_tst", "copy"))
-    ]
-    found = profiling.sums(kernels, lambda name: profiling.part_of(name, parts), calls=2)
-    assert found == {"products": (0.5, 1.0), "sorting": (0.25, 0.5), "elementwise and copies": (0.25, 0.5)}
-    assert profiling.part_of("copy", parts, "the rest") == "the rest"
-
-
 @pytest.mark.gpu
 def test_the_kernels_of_a_call_are_those_that_the_device_ran() -> None:
     a = torch.randn(512, 512, device=runtime.DEVICE)
     torch.tanh(a)
-    found = profiling.sums(profiling.device_kernels(lambda: torch.tanh(a), calls=4), str, calls=4)
-    [(name, (ms, launches))] = found.items()
-    assert "tanh" in name and launches == 1 and 0 < ms < 1
+    found = profiling.device_kernels(lambda: torch.tanh(a), calls=4)
+    assert len(found) == 4 and all("tanh" in kernel.name and 0 < kernel.end - kernel.start < 1e6 for kernel in found)

@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 PHASES = ("opened", "half written", "before fsync", "before replace", "after replace")
-SETTINGS = ["--config", "tiny", "--task", "copy", "--quiet", "--checkpoint-every", "2", "--mode", "sparse_dw"]
+SETTINGS = ["--config", "tiny", "--corpus", __file__, "--quiet", "--checkpoint-every", "2", "--mode", "sparse_dw"]
 STEPS = 12
 
 

@@ -205,7 +205,9 @@ def test_no_first_call_takes_ten_seconds() -> None:
     assert 10 < timing.first_call_ms(code) < 10_000
 
 
-def test_steps_replace_all_but_those_of_a_table_that_failed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_steps_take_the_place_of_the_old_ones_unless_one_failed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(timing.runtime, "DEVICE", torch.device("cpu"))
     assert timing.time_steps("square_steps", [_case()]).empty  # the interpreter's times say nothing
     about = record.environment()
@@ -214,21 +216,14 @@ def test_steps_replace_all_but_those_of_a_table_that_failed(monkeypatch: pytest.
     monkeypatch.setattr(record, "environment", lambda *_: about)
     monkeypatch.setattr(record, "results_dir", lambda: tmp_path)
     failures: list[str] = []
-    (tmp_path / "a-gpu").mkdir()
-    old = _rows(run="old", provider="kernelbook:gone")  # of the same table; and of one that is none now
     path = tmp_path / "a-gpu" / "square_steps.csv"
-    pd.concat([old, old.assign(op="cube")]).to_csv(path, index=False)
-
+    record.write_results(path, _rows(run="old", provider="kernelbook:gone"))
     monkeypatch.setattr(timing, "run_cases", lambda *_, **__: (_rows(run="new"), failures))
     monkeypatch.setattr(timing, "measure_ceilings", lambda: timing.Ceilings(1.0, 2.0, 3.0, 4.0, 5.0))
-    timing.time_steps("square_steps", [], record=True)
-    assert list(pd.read_csv(path)["run"]) == ["new"]
-    ceilings = tmp_path / "a-gpu" / "ceilings.csv"
-    assert list(pd.read_csv(ceilings)["run"]) == ["new"]
     failures.append("square: wrong")
-    case = _case()
-    table = {"op": case.op, "mode": case.mode, "dtype": case.dtype_name, "shape": case.shape_text}
-    pd.concat([pd.read_csv(path, dtype=str), old.assign(**table)]).to_csv(path, index=False)
     with pytest.raises(RuntimeError, match="time_steps: square: wrong"):
-        timing.time_steps("square_steps", [case], record=True)
-    assert sorted(pd.read_csv(path)["run"]) == ["new", "old"]  # the table that failed keeps its record
+        timing.time_steps("square_steps", [], record=True)
+    assert sorted(pd.read_csv(path)["run"]) == ["new", "old"]
+    failures.clear()
+    timing.time_steps("square_steps", [], record=True)
+    assert list(pd.read_csv(path)["run"]) == list(pd.read_csv(path.with_name("ceilings.csv"))["run"]) == ["new"]

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -10,8 +9,8 @@ pytest.importorskip("transformers", minversion="5")
 
 import torch
 
-from bench import same_loss, sparse_inference
-from kernelbook import check, runtime
+from bench import same_loss
+from kernelbook import runtime
 
 SIZES = same_loss.TINY | {"batch": 1}
 Weights = dict[str, torch.Tensor]
@@ -52,47 +51,8 @@ def test_all_ways_begin_and_go_alike(base: Weights, ignorant: tuple[Weights, flo
     assert other["validation_loss"][0] == eager[0] and other["train_loss"] != line["train_loss"]
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("way", same_loss.WAYS)
-def test_replays_learn_what_launches_do(way: str, base: Weights, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
-    for launched in (same_loss.EAGER_STEPS, 8):
-        monkeypatch.setattr(same_loss, "EAGER_STEPS", launched)
-        found.append(same_loss.finetune(way, 0, SIZES, 8, base, lr=1e-2, small=True)["train_loss"])
-    assert found[0] == pytest.approx(found[1], abs=1e-3 if way == "eager" else 0.02) and len(set(found[0])) == 8
-
-
-@pytest.mark.slow
-def test_what_is_not_the_loop_of_transformers_is_found(base: Weights, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The truth takes every expert for every token; one forgotten gate, and no run begins."""
-    real = same_loss.every_expert
-
-    def without_gates(self: Any, x: torch.Tensor, ids: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-        return real(self, x, ids, torch.ones_like(gates))
-
-    monkeypatch.setattr(same_loss, "every_expert", without_gates)
-    with pytest.raises(check.CheckError, match="every_expert must have the loss of eager"):
-        same_loss.finetune("eager", 0, SIZES, 1, base, small=True)
-
-
-@pytest.mark.parametrize("command", (same_loss, sparse_inference))
-def test_real_sizes_need_a_gpu(
-    command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(runtime, "DEVICE", torch.device("cpu"))
-    with pytest.raises(SystemExit):
-        command.main(["--out", str(tmp_path)])
-    assert "--tiny must be given where no GPU runs kernels" in capsys.readouterr().err
-
-
-def test_the_command_writes_a_line_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(same_loss, "TINY", SIZES)
-    base, out = tmp_path / "base.pt", tmp_path / "out"
-    how = ["--out", str(out), "--tiny", "--pretrain-steps", "1", "--steps", "1", "--seeds", "1", "--base", str(base)]
-    how += ["--ways", "eager"]
-    for _ in range(2):  # the second run's lines take the place of the first one's
-        assert same_loss.main(how) == 0
-        assert base.exists()
-    (line,) = map(json.loads, (out / "same_loss_curves.jsonl").read_text().splitlines())
+def test_a_run_writes_a_line(tmp_path: Path) -> None:
+    assert same_loss.run(tmp_path, "eager, seed 1", SIZES, first=1, steps=1) == 0
+    (line,) = map(json.loads, (tmp_path / "same_loss_curves.jsonl").read_text().splitlines())
     assert line["way"] == "eager" and line["seed"] == 1 and {"run", "gpu", "version", "kernels"} <= line.keys()
-    assert [path.name for path in out.iterdir()] == ["same_loss_curves.jsonl"]
+    assert [path.name for path in tmp_path.iterdir()] == ["same_loss_curves.jsonl"]

@@ -25,7 +25,7 @@ LAYOUT = Layout((5, 70), (2, 9))
 
 
 def _counts(layout: Layout) -> torch.Tensor:
-    return torch.tensor(layout.active, dtype=torch.int32, device=layout.device)
+    return torch.tensor(layout.active, dtype=torch.int32, device=runtime.DEVICE)
 
 
 # --- kernels --------------------------------------------------------------------------------------------------------
@@ -101,8 +101,7 @@ def test_chunks_at_random(device: torch.device) -> None:
 
 def test_a_fraction_is_at_least_one_chunk() -> None:
     layout = Layout.of_fraction([128, 32, 3], 0.1)
-    assert layout.active == (13, 3, 1) and layout.device == runtime.DEVICE
-    assert Layout.of_fraction([4], 0.5, torch.device("meta")).device.type == "meta"
+    assert layout.active == (13, 3, 1)
     with pytest.raises(ValueError, match=r"active must lie in \[1, 3\]"):
         Layout((3,), (4,))
 
@@ -125,7 +124,7 @@ def _drive(scheduler: Any, steps: int) -> list[list[int]]:
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_every_scheduler(name: str) -> None:
     layout = Layout((5, 20), (2, 6))
-    weights = [torch.randn(count * 16, 8, device=layout.device) for count in layout.counts]
+    weights = [torch.randn(count * 16, 8, device=runtime.DEVICE) for count in layout.counts]
 
     def make() -> Any:
         scheduler = make_scheduler(name, layout, seed=1)
@@ -225,8 +224,6 @@ def test_the_gradient_lives_in_the_planted_chunks(families: int | None) -> None:
         planted = teacher.planted_chunks(step).to(norms.device)
         assert score_chunks(planted, norms)["recall"] == 1 and score_chunks(planted, norms)["energy"] > 0.8
     assert set(teacher.planted_chunks(0).tolist()) != set(teacher.planted_chunks(5).tolist())
-    with pytest.raises(ValueError, match="families must divide chunks"):
-        PlantedTeacher(chunks=16, families=3)
 
 
 def test_scores_are_what_they_say(device: torch.device) -> None:

@@ -12,7 +12,7 @@ from bench import sparse_inference
 from kernelbook import check, runtime
 from kernelbook.lab import record
 from kernelbook.nn import GPT
-from kernelbook.train import CONFIGS, Trainer, kernels
+from kernelbook.train import CONFIGS, Trainer
 from kernelbook.train.capture import Captured
 
 CONFIG = dataclasses.replace(
@@ -97,7 +97,7 @@ def test_a_router_takes_what_any_token_needs() -> None:
 
 def test_a_router_of_more_columns_than_one_step_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """Against what PyTorch finds; the list is full, just full, and not full."""
-    monkeypatch.setattr(kernels, "ABOVE_BLOCK", 64)
+    monkeypatch.setattr(sparse_inference, "ABOVE_BLOCK", 64)
     predictor = sparse_inference.Predictor(8, 200, 4)
     with torch.no_grad():
         predictor.b.normal_()
@@ -112,6 +112,8 @@ def test_a_router_of_more_columns_than_one_step_has(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_files(tmp_path: Path) -> None:
-    assert sparse_inference.main(["--out", str(tmp_path), "--tiny", "--steps", "2", "--predictor-steps", "1"]) == 0
+    sizes = {"shares": (0.25,), "batches": (1,), "samples": 1, "count": 2}
+    about = {"run": record.new_run(), **record.environment("sparse_inference")}
+    sparse_inference.measure(CONFIG, tmp_path, about, rank=4, predictor_steps=1, **sizes)
     rows = pd.read_csv(tmp_path / "sparse_inference.csv")
     assert list(rows.columns) == list(record.COLUMNS) and set(rows["provider"]) == {"dense", "kernelbook"}

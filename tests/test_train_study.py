@@ -9,8 +9,6 @@ import torch
 from torch import nn
 
 from bench import sparse_training as study
-from kernelbook import runtime
-from kernelbook.lab import record
 from kernelbook.nn import GPT
 from kernelbook.train import TrainConfig
 from kernelbook.train.chunks import Layout
@@ -36,12 +34,6 @@ def test_operations_are_counted_from_the_model() -> None:
     assert more == pytest.approx(2 * 3 * 16 * 0.5 * 2 * 5 * 128 * 128 / 1e9)  # attention_out and down of two blocks
 
 
-@pytest.mark.skipif(runtime.DEVICE.type == "cuda", reason="about machines without a GPU")
-def test_the_study_refuses_the_interpreter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert study.main(["--out", str(tmp_path)]) == 2
-    assert "no GPU" in capsys.readouterr().err and not list(tmp_path.iterdir())
-
-
 def test_shuffled_features_are_those_of_other_chunks() -> None:
     weight = torch.arange(20.0 * 4 * 3).view(80, 3)
     plain, shuffled = (kind(Layout((20,), (3,), torch.device("cpu"))) for kind in (KnnScheduler, study._ShuffledKnn))
@@ -59,11 +51,8 @@ def test_equal_seconds_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(study, "BUDGET_SECONDS", {512: 0.25})
     chosen = [(study.Variant(), 1.0), (study.Variant("sparse_dw_dx", "ema_topk", 0.1), 2.0)]
     monkeypatch.setattr(study, "budget_variants", lambda settings: iter(chosen))
-    options = ["--width", "512", "--what", "budgets", "--out", str(tmp_path)]
-    assert study.main(options) == 0
-    path = tmp_path / record.device_slug() / "sparse_training_budgets.csv"
-    before = path.read_bytes()
-    rows = pd.read_csv(path)
+    monkeypatch.setattr(study, "WIDTHS", (512,))
+    assert study.run(tmp_path, "^budget .*seed 0") == 0
+    rows = pd.read_csv(tmp_path / "sparse_training_budgets.csv")
     spent = rows["dense_steps"] * rows["step_ms"].iloc[0] + (rows["steps"] - rows["dense_steps"]) * rows["step_ms"]
     assert len(rows) == 2 and spent.sub(250).abs().lt(10).all()
-    assert study.main(options) == 0 and path.read_bytes() == before  # recorded already

@@ -36,6 +36,7 @@ def source_of_page() -> str:
 def module_of(source: str, name: str) -> ModuleType:
     """A module from text, whose lines Triton can read."""
     module, file = ModuleType(name), f"<{name}>"
+    module.__file__ = file
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     sys.modules[name] = module
     exec(compile(source, file, "exec"), vars(module))  # noqa: S102

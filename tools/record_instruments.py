@@ -854,7 +854,7 @@ def attention_decoding() -> Recording:
             mine = "abcd"[program]
             if access.tensor == "k":
                 read = sorted({element // d for element in access.elements})
-                frames.show(f"Program {program} walks over its share of the keys.", *cells("k", read, mine))
+                frames.show(f"Program {program} walks over its split of the keys.", *cells("k", read, mine))
             elif access.tensor == "lse" and access.kind == "store":
                 frames.show(
                     "It stores its part: the mean of its values, and its log-sum-exp.", ["parts", program, mine]
@@ -1126,18 +1126,18 @@ def bytes_in_flight() -> Recording:
 
 
 def splits_against_time() -> Recording:
-    """Shares of one head's keys on eight SMs: how many finish first. A model of the scheduler, in units of one block of keys."""
+    """Splits of one head's keys on eight SMs: how many finish first. A model of the scheduler, in units of one block of keys."""
     sms, blocks, start, merged = 8, 96, 2, 4  # a program takes two units to begin; a unit merges four parts
     width, runs = 28, []
     for splits in (4, 6, 8, 12, 32):
         busy, frames = (
             [0] * sms,
-            Frames(f"{blocks} blocks of keys in {splits} shares. A share begins on the SM that is free first."),
+            Frames(f"{blocks} blocks of keys in {splits} splits. A split begins on the SM that is free first."),
         )
-        for share in range(splits):
+        for split in range(splits):
             sm, own = busy.index(min(busy)), blocks // splits
             frames.show(
-                f"Share {share} on SM {sm}: {start} units to begin, {own} blocks of keys.",
+                f"Split {split} on SM {sm}: {start} units to begin, {own} blocks of keys.",
                 ["time", sm * width + busy[sm], "x" * start + "a" * own],
             )
             busy[sm] += start + own
@@ -1147,17 +1147,17 @@ def splits_against_time() -> Recording:
         )
         total = max(busy) + merge
         facts = {"units of time": total, "waves": -(-splits // sms), "SMs at work": f"{sum(busy) / (sms * total):.0%}"}
-        runs.append(frames.as_run(f"{splits} shares", facts))
+        runs.append(frames.as_run(f"{splits} splits", facts))
     times = [run["facts"]["units of time"] for run in runs]
     best = times.index(min(times))
     return {
-        "title": "Shares of one head's keys on eight SMs",
-        "question": "Eight SMs, 96 blocks of keys. Into how many shares should one cut them?",
+        "title": "Splits of one head's keys on eight SMs",
+        "question": "Eight SMs, 96 blocks of keys. Into how many splits should one cut them?",
         "choices": [run["name"] for run in runs],
         "answer": best,
         "asked": best,
-        "because": "One share for each SM fills one wave. Fewer leave SMs without work; more begin a second wave, and there is more to begin and to merge.",
-        "control": "shares",
+        "because": "One split for each SM fills one wave. Fewer leave SMs without work; more begin a second wave, and there is more to begin and to merge.",
+        "control": "splits",
         "panels": [panel("time", "SMs down, time across", width, sms)],
         "legend": {"x": "begins", "a": "reads a block of keys", "c": "merges"},
         "runs": runs,

@@ -1,22 +1,29 @@
-"""Records when producer and consumers of the last kernel of the chapter on Gluon wait and work, by the SM's clock, on a Hopper GPU.
+"""Records when producer and consumers wait and work, by the SM's clock, on a Hopper GPU: of the last kernel of the chapter on
+Gluon, and of attention's forward pass.
 
-A copy of the kernel stores the clock around each wait and each product. One program's spans, of some steps around the end of
-its first tile, go to book/results/<gpu>/gluon_timeline.csv: partition, step, what, and the cycles at which it begins and ends.
+A copy of the kernel stores the clock around each wait and each product. One program's spans, of some steps in the middle, go to
+book/results/<gpu>/gluon_timeline.csv and attention_timeline.csv: partition, step, what, and the cycles at which it begins and ends.
 """
 
 import argparse
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import instrument_gluon
 import pandas as pd
 import torch
 
-from kernelbook import runtime
+from kernelbook import launch, runtime
+from kernelbook.attention import flash_attention, kernels_hopper
 from kernelbook.lab import record
 
-SIZE, STAMPS, MOST = 8192, 6, 192  # of the matrices; clocks a step; steps that are kept of each partition
+SIZE, STAMPS, MOST = 8192, 7, 192  # of the matrices; clocks a step; steps that are kept of each partition
 STEPS = range(96, 161)  # a tile has 128
+ATTENTION = (4, 16, 4096, 128)  # not causal: 32 tiles of keys a block of queries
+ATTENTION_STEPS = range(5, 31)
 
 HEAD = '''
 @gluon.jit
@@ -45,53 +52,101 @@ CHANGES = (
     ("(_produce, (a_desc", "(_produce, (clocks + 2 * MOST * STAMPS, a_desc"),
     ("kernel[(min(tiles, programs or tiles),)](*", "kernel[(min(tiles, programs or tiles),)](CLOCKS, *"),
 )  # fmt: skip
+ATTENTION_CHANGES = (
+    ("@gluon.jit\ndef _step(\n    i,", f"{HEAD}@gluon.jit\ndef _step(\n    clocks, i,"),
+    ("    slot = _await(k, before + i)\n    # The first", "    _stamp(clocks, before + i, 0)\n    slot = _await(k, before + i)\n    _stamp(clocks, before + i, 1)\n    # The first"),
+    ("    scores = _scores(q, k, slot, rest, W, SCORES, REST)\n    slot_v", "    _stamp(clocks, before + i, 2)\n{}"),
+    ("    scores = warpgroup_mma_wait(PRODUCTS, deps=[scores])\n", "    _stamp(clocks, before + i, 3)\n{}    _stamp(clocks, before + i, 4)\n"),
+    ("    slot_v = _await(v, before + i - 1)\n    if REST", "    _stamp(clocks, before + i, 5)\n{}"),
+    ("    mbarrier.arrive(v.free.index(slot_v))\n    return", "    _stamp(clocks, before + i, 6)\n{}"),
+    ("def _consume(\n    o,", "def _consume(\n    clocks, o,"),
+    ("= _step(\n                        i,", "= _step(\n                        clocks, i,"),
+    ("= _step(\n                    i,", "= _step(\n                    clocks, i,"),
+    ("def _flash_attention_fwd_hopper_kernel(\n", "{}    clocks_ptr,\n"),
+    ("    if WARPGROUPS == 2:\n        gl.warp_specialize(", "    clocks = clocks_ptr + gl.program_id(0) * 3 * MOST * STAMPS\n{}"),
+    ("                    o, o_rest, lse_ptr, q_ring, k_ring, v_ring, o_tiles, rest, turn, p, scale,\n                    OVERLAP, CAUSAL, 0", "                    clocks,\n{}"),
+    ("                    o, o_rest, lse_ptr, q_ring, k_ring, v_ring, o_tiles, rest, turn, p, scale,\n                    OVERLAP, CAUSAL, 1", "                    clocks + MOST * STAMPS,\n{}"),
+)  # fmt: skip
 SPANS = {
     "consumer": {"wait for full": (0, 1), "start the product": (1, 2), "wait for the product before": (2, 3), "store the result": (4, 5)},
     "producer": {"wait for empty": (0, 1), "start the copies": (1, 2)},
 }  # fmt: skip
+ATTENTION_SPANS = {
+    "consumer": {
+        "wait for keys": (0, 1), "wait for its turn": (1, 2), "start the products": (2, 3), "wait for the scores": (3, 4),
+        "softmax": (4, 5), "wait for the product with the values": (5, 6),
+    }
+}  # fmt: skip
 
 
-def stamped() -> Any:
-    """The page's kernels, in a module in which the last one keeps clocks."""
-    source = instrument_gluon.source_of_page()
-    at = source.index(CHANGES[0][0])
+def stamped(source: str, changes: Sequence[tuple[str, str]], name: str) -> Any:
+    """Kernels in a module in which one keeps clocks: for each change, what is replaced first from the first change on, and by what."""
+    at = source.index(changes[0][0])
     head, text = source[:at], source[at:]
-    for old, new in CHANGES:
+    for old, new in changes:
         if text.count(old) < 1:
-            raise ValueError(f"stamped: the chapter has no line {old!r}")
+            raise ValueError(f"stamped: the kernels have no line {old!r}")
         text = text.replace(old, new.replace("{}", old), 1)
     text = text.replace("MOST", str(MOST)).replace("STAMPS", str(STAMPS))  # a kernel reads no number of Python's
-    return instrument_gluon.module_of(head + text, "gluon_page_stamped")
+    return instrument_gluon.module_of(head + text, name)
 
 
-def spans(clocks: torch.Tensor, steps: range) -> pd.DataFrame:
+def spans(clocks: torch.Tensor, steps: range, named: dict[str, dict[str, tuple[int, int]]]) -> pd.DataFrame:
     """Of clocks (3, MOST, STAMPS) of one program, zero where nothing was stored."""
     rows = []
     for number, partition in enumerate(("consumer 0", "consumer 1", "producer")):
         for step in steps:
-            for what, (begin, end) in SPANS[partition.split()[0]].items():
+            for what, (begin, end) in named.get(partition.split()[0], {}).items():
                 first, last = (int(clocks[number, step, n]) for n in (begin, end))
                 if first and last:
                     rows.append((partition, step, what, first, last))
     return pd.DataFrame(rows, columns=["partition", "step", "what", "begin", "end"])
 
 
+def clocks_of(programs: int) -> torch.Tensor:
+    return torch.zeros(programs, 3, MOST, STAMPS, dtype=torch.int64, device=runtime.DEVICE)
+
+
+def matmul_spans() -> pd.DataFrame:
+    page = stamped(instrument_gluon.source_of_page(), CHANGES, "gluon_page_stamped")
+    a, b = (torch.randn(SIZE, SIZE, device=runtime.DEVICE, dtype=torch.float16) for _ in range(2))
+    programs = runtime.properties().num_sms
+    page.CLOCKS = clocks_of(programs)
+    for _ in range(3):  # the last one counts
+        c = page.specialized(a, b, programs=programs, kernel=page._matmul_specialized_kernel)
+    torch.testing.assert_close(c, a @ b, rtol=1e-2, atol=1.0)
+    return spans(page.CLOCKS[programs // 2].cpu(), STEPS, SPANS)
+
+
+def attention_spans() -> pd.DataFrame:
+    name = "_flash_attention_fwd_hopper_kernel"
+    kernel = getattr(stamped(Path(kernels_hopper.__file__).read_text(), ATTENTION_CHANGES, "attention_stamped"), name)
+    q, k, v = torch.randn(3, *ATTENTION, device=runtime.DEVICE, dtype=torch.bfloat16)
+    expected, clocks = flash_attention(q, k, v), clocks_of(4 * 16 * 4096 // 64)
+
+    def launched(self: Any, grid: tuple[int, ...], *args: Any) -> None:
+        if self.kernel.fn.__name__ != name:
+            raise ValueError(f"attention_spans: one kernel is launched, got {self.kernel.fn.__name__}")
+        constants = {**launch.OPTIONS, **self.constants}
+        kernel[grid](clocks, *map(launch._for_triton, args), **constants)
+
+    with mock.patch.object(launch.Launch, "__call__", launched):
+        for _ in range(3):
+            found = flash_attention(q, k, v)
+    assert torch.equal(found, expected)
+    return spans(clocks[runtime.properties().num_sms // 2].cpu(), ATTENTION_STEPS, ATTENTION_SPANS)
+
+
 def main(arguments: list[str]) -> int:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(
         arguments
     )
-    page = stamped()
-    a, b = (torch.randn(SIZE, SIZE, device=runtime.DEVICE, dtype=torch.float16) for _ in range(2))
-    programs = runtime.properties().num_sms
-    page.CLOCKS = torch.zeros(programs, 3, MOST, STAMPS, dtype=torch.int64, device=runtime.DEVICE)
-    for _ in range(3):  # the last one counts
-        c = page.specialized(a, b, programs=programs, kernel=page._matmul_specialized_kernel)
-    torch.testing.assert_close(c, a @ b, rtol=1e-2, atol=1.0)
-    table = spans(page.CLOCKS[programs // 2].cpu(), STEPS)
-    path = record.results_dir() / record.device_slug() / "gluon_timeline.csv"
-    table.to_csv(path, index=False, lineterminator="\n")
-    cycles = (table["end"] - table["begin"]).groupby([table["partition"], table["what"]]).median()
-    print(cycles.to_string(), f"\n{len(table)} spans in {path}")
+    for stem, measured in (("gluon", matmul_spans), ("attention", attention_spans)):
+        table = measured()
+        path = record.results_dir() / record.device_slug() / f"{stem}_timeline.csv"
+        table.to_csv(path, index=False, lineterminator="\n")
+        cycles = (table["end"] - table["begin"]).groupby([table["partition"], table["what"]]).median()
+        print(cycles.to_string(), f"\n{len(table)} spans in {path}")
     return 0
 
 

@@ -72,7 +72,7 @@ def _row_by_row(dot: Callable[..., Any]) -> Callable[..., Any]:
 def widened(args: Iterable[Any]) -> Iterator[list[Any]]:
     """A kernel's arguments with float32 copies of bfloat16 tensors, which lie in memory alike; what it wrote is copied back.
 
-    A tensor is an argument itself, or the ``base`` of a descriptor.
+    A tensor is an argument itself, the ``base`` of a descriptor, or in a tuple with its strides.
     """
     copies: dict[Any, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
@@ -85,13 +85,15 @@ def widened(args: Iterable[Any]) -> Iterator[list[Any]]:
             copies[place] = tensor, wide, wide.clone()
         return copies[place][1]
 
-    given = []
-    for arg in args:
+    def given(arg: Any) -> Any:
+        if isinstance(arg, tuple):
+            return type(arg)(*map(given, arg))
         tensor = arg.base if hasattr(arg, "block_shape") else arg
         if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.bfloat16:
             arg = copy_of(tensor) if tensor is arg else dataclasses.replace(arg, base=copy_of(tensor))
-        given.append(arg)
-    yield given
+        return arg
+
+    yield [*map(given, args)]
     for tensor, wide, before in copies.values():
         if not torch.equal(wide.view(torch.int32), before.view(torch.int32)):
             tensor.data.copy_(wide)  # autograd hears of it as little as of what a kernel writes on a GPU

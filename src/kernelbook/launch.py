@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -55,6 +55,11 @@ def _integer_kind(value: int) -> int:
     return (value == 1) + 2 * (value % 16 == 0) + 4 * wide
 
 
+@functools.lru_cache(maxsize=2**16)
+def _integer_kinds(values: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(map(_integer_kind, values))
+
+
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Block:
     """The block that a kernel reads or writes at a time through a tensor descriptor (TMA); made by :func:`block`."""
@@ -97,6 +102,12 @@ def _descriptor(base: Any, shape: tuple[int, ...], strides: tuple[int, ...], blo
 
 # Triton checks a descriptor where it is made, which takes the host longer than a small launch; steps use the same memory again.
 _kept_descriptor = functools.lru_cache(maxsize=4096)(_descriptor)
+
+
+def _parts(args: tuple[Any, ...]) -> Iterator[Any]:
+    """Yield the arguments of a launch; of one that is a tuple (a descriptor, or a tensor and its strides) what it has."""
+    for arg in args:
+        yield from arg if isinstance(arg, tuple) else (arg,)
 
 
 def _for_triton(arg: Any) -> Any:
@@ -152,24 +163,16 @@ class Launch:
     """
 
     def __init__(self, kernel: Any, /, **constants: Any) -> None:
-        parameters = getattr(kernel, "params", ())  # the interpreter's functions don't tell
-        wrong = [p.name for p in parameters if p.name in constants and not p.is_constexpr]
-        if wrong:
-            raise TypeError(
-                f"Launch: constants of {kernel.__name__} must be constexpr parameters, got {', '.join(wrong)}"
-            )
         self.kernel, self.constants = kernel, constants
         self._compiled: dict[tuple[Any, ...], _Compiled] = {}
-
-    def __repr__(self) -> str:
-        return f"Launch({self.kernel.__name__}, {self.constants})"
 
     def __call__(self, grid: tuple[int, ...], *args: Any) -> None:
         """Launch ``grid`` programs (one to three numbers) on the device of the tensors, on its current stream.
 
         Args:
             grid: numbers of programs.
-            args: the kernel's first parameters, in order: tensors, numbers, ``None``, and :class:`Descriptor`.
+            args: the kernel's first parameters, in order: tensors, numbers, ``None``, :class:`Descriptor`, and tuples of a
+                tensor and its strides, each a NamedTuple that the kernel knows.
         """
         if not _CALLS_COMPILED or self.kernel.pre_run_hooks or _is_watched():
             self._by_triton(grid, args)
@@ -214,13 +217,18 @@ class Launch:
                 base = _Address(tensor.data_ptr(), tensor.dtype)
                 key += (tensor.dtype, block)
                 values.append(_kept_descriptor(base, tensor.shape, tensor.stride(), block))
+            elif isinstance(arg, tuple):
+                tensor, strides = arg[0], arg[1:]
+                address = tensor.data_ptr()
+                key += (tensor.dtype, address % 16 == 0, _integer_kinds(strides))
+                values.append((address, *strides))
             elif kind is float or kind is bool:
                 key.append(kind)
                 values.append(arg)
             else:
-                raise TypeError(f"Launch: arguments must be tensors, numbers, None or descriptors, got {kind.__name__}")
-        if tensor is None:
-            raise TypeError("Launch: arguments must have a tensor among them, got none")
+                raise TypeError(
+                    f"Launch: arguments must be tensors, with strides or without, numbers, None or descriptors, got {kind.__name__}"
+                )
         return tuple(key), values, tensor
 
     def _by_triton(self, grid: tuple[int, ...], args: tuple[Any, ...]) -> Any:
@@ -228,8 +236,7 @@ class Launch:
         if runtime.INTERPRET:
             with interpreter.widened(map(_for_triton, args)) as wide:
                 return self.kernel[grid](*wide, **self.constants)
-        tensors = (getattr(arg, "tensor", arg) for arg in args)
-        with runtime.on_device_of(next(tensor for tensor in tensors if isinstance(tensor, torch.Tensor))):
+        with runtime.on_device_of(next(part for part in _parts(args) if isinstance(part, torch.Tensor))):
             return self.kernel[grid](*map(_for_triton, args), **{**OPTIONS, **self.constants})
 
 
@@ -246,10 +253,10 @@ class AutotunedLaunch(Launch):
 
     def __call__(self, grid: tuple[int, ...], *args: Any) -> None:
         """Launch, as :class:`Launch` does."""
-        tensors = [getattr(arg, "tensor", arg) for arg in args]
-        first = next(tensor for tensor in tensors if isinstance(tensor, torch.Tensor))
+        parts = [*_parts(args)]
+        first = next(part for part in parts if isinstance(part, torch.Tensor))
         # Sizes count as resources.bucket rounds them up, so that batches of nearly one size are searched for once.
-        kinds = ((arg - 1).bit_length() if type(arg) is int else getattr(arg, "dtype", type(arg)) for arg in tensors)
+        kinds = ((part - 1).bit_length() if type(part) is int else getattr(part, "dtype", type(part)) for part in parts)
         found = self._best.get(key := (first.device, *kinds))
         if found is None and not torch.cuda.is_current_stream_capturing():
             with runtime.on_device_of(first):

@@ -43,7 +43,7 @@ def is_last_share(semaphore_ptr, shares):
     """Raise a tile's semaphore, and tell whether this program is the last of ``shares`` to do so.
 
     The semaphore (int32) resets itself: zero before the first and behind the last. What this program has stored before
-    the call, and the others before theirs, ``sum_of_shares`` reads in the last one.
+    the call, and the others before theirs, the last one may read, past this SM's own cache, which may be stale (".cg").
     """
     tl.debug_barrier()  # all threads' stores come before the semaphore is raised
     is_last = tl.atomic_add(semaphore_ptr, 1, sem="acq_rel") == shares - 1
@@ -53,11 +53,23 @@ def is_last_share(semaphore_ptr, shares):
 
 
 @triton.jit
-def sum_of_shares(ptrs, stride, shares, mask):
-    """Add up a tile of ``shares`` partial sums, ``stride`` elements apart, in their order."""
-    total = tl.zeros(ptrs.shape, ptrs.dtype.element_ty)
-    for _ in range(shares):
-        # ".cg": from the L2 cache, where the other programs' stores are; this SM's own cache may be stale.
-        total += tl.load(ptrs, mask=mask, other=0.0, cache_modifier=".cg")
-        ptrs += stride
-    return total
+def merge_shares(sums, ptrs, offsets, stride, share, shares, semaphore_ptr, mask):
+    """Store this program's share of the tiles ``sums``; the last program of ``shares`` adds them up in their order.
+
+    ``ptrs``: for each tile where the first share's lies, at ``offsets``; the next one lies ``stride`` elements further on.
+    Returns whether this program is the last one, and the tiles, which are whole if it is.
+    """
+    for i in tl.static_range(len(sums)):
+        tl.store(ptrs[i] + share.to(tl.int64) * stride + offsets, sums[i], mask=mask)
+    is_last = is_last_share(semaphore_ptr, shares)
+    if is_last:
+        totals = ()
+        for i in tl.static_range(len(sums)):
+            share_ptrs = ptrs[i] + offsets
+            total = tl.zeros(share_ptrs.shape, share_ptrs.dtype.element_ty)
+            for _ in range(shares):
+                total += tl.load(share_ptrs, mask=mask, other=0.0, cache_modifier=".cg")
+                share_ptrs += stride
+            totals += (total,)
+        sums = totals
+    return is_last, sums

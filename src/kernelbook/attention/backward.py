@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernelbook.attention import kernels, launches
-from kernelbook.attention.launches import Problem, Tiles, is_readable, kernel_args, like, readable
+from kernelbook.attention.launches import Problem, Tiles, is_readable, kernel_arg, like, readable
 from kernelbook.launch import Launch, cdiv, launcher
 from kernelbook.memory import counters, empty, tl_accumulator
 from kernelbook.operators import Op
@@ -15,25 +15,13 @@ from kernelbook.operators import Op
 __all__ = ["attention_backward"]
 
 
-NO_DQ = (None,) * 7  # the arguments of a kernel for Hopper that say where dq goes, where it does not compute dq
-
-
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class DqReduction:
-    """How a kernel for dq, dk and dv adds up dq, in float32."""
-
-    shape: tuple[int, int]  # of the sums
-    counters: int
-
-    def kernel_args(self, dq: Tensor, sums: Tensor) -> tuple[Any, ...]:
-        """dq, the sums and the counters as the kernel's arguments."""
-        return *kernel_args(None, dq), sums, counters(self.counters, dq.device)
+NO_DQ = (None,) * 3  # the arguments of a kernel for Hopper that say where dq goes, where it does not compute dq
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class GradientKernels:
     dkdv: Tiles
-    dq: Tiles | DqReduction  # a reduction: the kernel for dk and dv computes dq too
+    dq: Tiles | tuple[int, int]  # tiles of dq and their size: the kernel for dk and dv adds dq up too, in float32
     n_padded: int  # rows that the kernels want of lse and delta
     splits: int  # so many programs share the query heads of one key head; each has dk and dv of its own
 
@@ -77,13 +65,12 @@ def _all_gradients(p: Problem) -> GradientKernels | None:
     if not hopper.programs_wait_little(heads, p.n, p.s, members, p.causal, section, block_m, num_sms):
         return None
     tiles = p.b * p.h * cdiv(p.n, block_m)
-    reduction = DqReduction((tiles, block_m * width), tiles)
     n_padded = cdiv(p.n, hopper.PADDING) * hopper.PADDING
     dkdv = launches.hopper_tiles(
         hopper._flash_attention_bwd_hopper_kernel, config, p, cdiv(p.s, block_n) * heads, (n_padded, section),
         D=p.d, PARTS=splits, RAGGED=not p.causal and p.s % block_n > 0,
     )  # fmt: skip
-    return GradientKernels(dkdv, reduction, n_padded, splits)
+    return GradientKernels(dkdv, (tiles, block_m * width), n_padded, splits)
 
 
 # --- the operator ---------------------------------------------------------------------------------------------------
@@ -137,30 +124,29 @@ def _run(
         do, q, k, v, o = map(readable, (do, q, k, v, o))
     delta = empty((b, h, n_padded), lse.dtype, q)
     padded = lse if dkdv.vectors is None else empty((b, h, n_padded), lse.dtype, q)
-    plan.delta(plan.delta_grid, o, *o.stride(), do, *do.stride(), lse, delta, padded, h, n, n_padded)
+    plan.delta(plan.delta_grid, kernel_arg(None, o), kernel_arg(None, do), lse, delta, padded, h, n, n_padded)
     if sinks is not None:
         plan.dsinks((h,), padded, delta, sinks, *sinks.stride(), dsinks, b, h, n_padded)
 
     def launch(tiles: Tiles, *results: Any) -> None:
         vectors: Any = padded, delta
         if tiles.vectors is not None:
-            vectors = (*kernel_args(tiles.vectors, padded.view(-1)), *kernel_args(tiles.vectors, delta.view(-1)))
+            vectors = kernel_arg(tiles.vectors, padded.view(-1)), kernel_arg(tiles.vectors, delta.view(-1))
         tiles.launch(
-            tiles.grid, *kernel_args(tiles.queries, q), *kernel_args(tiles.keys, k), *kernel_args(tiles.keys, v),
-            *kernel_args(tiles.queries, do), *vectors, *results,
+            tiles.grid, kernel_arg(tiles.queries, q), kernel_arg(tiles.keys, k), kernel_arg(tiles.keys, v),
+            kernel_arg(tiles.queries, do), *vectors, *results,
             *tiles.sizes, *tiles.mask_args(lengths, cu_seqlens, padded), scaling.scores, scaling.gradients,
         )  # fmt: skip
 
     to_dk, to_dv, to_dq = dk, dv, plan.kernels.dq
     if splits > 1:
         to_dk, to_dv = (empty((b, h_kv * splits, s, d), t.dtype, t) for t in (k, v))
-    results = *kernel_args(dkdv.results, to_dk), *kernel_args(dkdv.results, to_dv)
-    if isinstance(to_dq, DqReduction):
-        sums = empty(to_dq.shape, lse.dtype, q)
-        launch(dkdv, *results, *to_dq.kernel_args(dq, sums))
+    results = kernel_arg(dkdv.results, to_dk), kernel_arg(dkdv.results, to_dv)
+    if isinstance(to_dq, tuple):
+        launch(dkdv, *results, kernel_arg(None, dq), empty(to_dq, lse.dtype, q), counters(to_dq[0], q.device))
     else:
         launch(dkdv, *results, *(NO_DQ if dkdv.window is None else ()))
-        launch(to_dq, *kernel_args(to_dq.results, dq))
+        launch(to_dq, kernel_arg(to_dq.results, dq))
     if splits > 1:
         for result, parts in ((dk, to_dk), (dv, to_dv)):
             torch.sum(parts.unflatten(1, (h_kv, splits)), 2, out=result)

@@ -16,6 +16,7 @@ from kernelbook.attention.reference import (
     paged_attention_reference,
 )
 from kernelbook.cases import ONE_TARGET, Case, Given, draw, ids
+from kernelbook.tensors import precision
 
 
 def given_attention(
@@ -43,8 +44,18 @@ def _given_pages(
     return {**heads, "k_pages": draw(*pool), "v_pages": draw(*pool), "block_table": table, "lengths": lengths}
 
 
+def _rounded(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors, in tf32 where that is allowed: cuBLAS takes it at some sizes only."""
+    if precision(tensors[0].dtype) != "tf32":
+        return list(tensors)
+    nearest = [((t.detach().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32) for t in tensors]
+    return [t + (rounded - t.detach()) for t, rounded in zip(tensors, nearest, strict=True)]
+
+
 def _fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **given: Any) -> torch.Tensor:
     """PyTorch's own in float32: like ours it keeps no probabilities, so the backward pass has its differences from the output."""
+    if precision(q.dtype) == "tf32":
+        return flash_attention_reference(*_rounded(q, k, v), **given)
     if q.dtype != torch.float32 or not q.numel() or {*given} & {"sinks", "softcap", "cu_seqlens"}:
         return flash_attention_reference(q, k, v, **given)
     causal, lengths, window, scale = (given.get(name) for name in ("causal", "lengths", "window", "scale"))
@@ -54,6 +65,11 @@ def _fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **given: Any) -> t
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
     o = functional.scaled_dot_product_attention(q.contiguous(), k, v, attn_mask=seen | ~some, scale=scale)
     return torch.where(some, o, 0.0)
+
+
+def _paged(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, **given: Any) -> torch.Tensor:
+    q, k_pages, v_pages = _rounded(q, k_pages, v_pages)
+    return paged_attention_reference(q=q, k_pages=k_pages, v_pages=v_pages, **given)
 
 
 def _attention(**more: Any) -> Any:
@@ -99,7 +115,7 @@ CASES = {
     ),
     "decoding": Case(options={"n": 1, "causal": False}, **_attention()),
     "paged_attention": Case(
-        function=paged_attention, given=_given_pages, reference=paged_attention_reference,
+        function=paged_attention, given=_given_pages, reference=paged_attention_reference, baseline=_paged,
         rows=("q", "block_table", "lengths"), grads=(), what="the same against a cache in pages", largest=1.0,
         sizes={
             "b": (1, 3), "h": (1, 2), "group": (1, 4), "n": (0, 16), "d": [8, 40, 64, 128], "page": [16, 48, 64],

@@ -35,8 +35,10 @@ Not handled: dropout, bias, other masks, head sizes above 256.
 
 import dataclasses
 import math
+from typing import Any, NamedTuple
 
 from kernelbook import runtime  # before Triton, which it sets up
+from kernelbook.tiles import dot
 
 # isort: split
 import triton
@@ -47,9 +49,19 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 # --- device helpers -------------------------------------------------------------------------------------------------
 
 
+class Rows(NamedTuple):
+    """A tensor (B, H, N, D) that kernels read or write by pointer and strides, as one of their arguments."""
+
+    ptr: Any
+    stride_b: Any  # or of pages (P, H, PAGE, D)
+    stride_h: Any
+    stride_n: Any
+    stride_d: Any
+
+
 @triton.jit
 def _rows(
-    x, stride_b, stride_h, stride_n, stride_d,  # (B, H, N, D): pointer and strides, or a descriptor
+    x,  # (B, H, N, D): Rows, or a descriptor if BOXES
     b, h, start, N, D: tl.constexpr,
     MASKED: tl.constexpr, BOXES: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
     PACKED: tl.constexpr = False,  # whether N may be the end of a packed sequence
@@ -64,9 +76,9 @@ def _rows(
         offs_d = tl.arange(0, BLOCK_D)
         # The first row's address is one number; a tile of addresses that moves would take two
         # registers an element.
-        base = x + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
-        base += (start + tl.zeros((), tl.int64)) * stride_n
-        offsets = offs_n.to(tl.int64)[:, None] * stride_n + offs_d.to(tl.int64)[None, :] * stride_d
+        base = x.ptr + b.to(tl.int64) * x.stride_b + h.to(tl.int64) * x.stride_h
+        base += (start + tl.zeros((), tl.int64)) * x.stride_n
+        offsets = offs_n.to(tl.int64)[:, None] * x.stride_n + offs_d.to(tl.int64)[None, :] * x.stride_d
         ptrs = base + offsets
         if MASKED and D == BLOCK_D:
             tile = tl.load(ptrs, mask=(start + offs_n < N)[:, None], other=0.0)
@@ -81,35 +93,15 @@ def _rows(
 
 
 @triton.jit
-def _store_rows(
-    x_ptr, stride_b, stride_h, stride_n, stride_d,  # (B, H, N, D)
-    tile, b, h, start, N, D: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+def _store_rows(x, tile, b, h, start, N, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
     offs_n = start + tl.arange(0, BLOCK)
     offs_d = tl.arange(0, BLOCK_D)
-    ptrs = x_ptr + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
-    ptrs += offs_n.to(tl.int64)[:, None] * stride_n + offs_d.to(tl.int64)[None, :] * stride_d
+    ptrs = x.ptr + b.to(tl.int64) * x.stride_b + h.to(tl.int64) * x.stride_h
+    ptrs += offs_n.to(tl.int64)[:, None] * x.stride_n + offs_d.to(tl.int64)[None, :] * x.stride_d
     mask = (offs_n < N)[:, None]
     if D != BLOCK_D:
         mask = mask & (offs_d < D)[None, :]
-    tl.store(ptrs, tile.to(x_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _rounded(x):
-    """float32 to the nearest number of tf32; the tensor cores alone would cut the last bits off."""
-    bits = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
-    return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)  # a GPU's NaN would carry over into a zero
-
-
-@triton.jit
-def _dot(a, b, acc, PRECISION: tl.constexpr):
-    """``acc + a @ b``."""
-    if PRECISION == "tf32":
-        a = _rounded(a)
-        b = _rounded(b)
-    return tl.dot(a, b, acc, input_precision=PRECISION, out_dtype=acc.dtype)
+    tl.store(ptrs, tile.to(x.ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -160,22 +152,15 @@ def _length(lengths_ptr, stride_lb, b, S, LENGTHS: tl.constexpr):
 
 
 @triton.jit
-def _last_begun(boundaries_ptr, stride_s, sequences, row):
-    """The last of the packed sequences that begins at ``row`` or before; ``sequences`` behind the end of the last."""
-    low = 0
-    high = sequences
-    while low < high:
-        middle = (low + high + 1) // 2
-        after = tl.load(boundaries_ptr + (middle + tl.zeros((), tl.int64)) * stride_s) > row
-        low = tl.where(after, low, middle)
-        high = tl.where(after, middle - 1, high)
-    return low
-
-
-@triton.jit
 def _packed_in(boundaries_ptr, stride_s, sequences, start, stop):
     """-> low, high: the packed sequences from ``low`` to ``high`` have rows from ``start`` to ``stop``."""
-    low = _last_begun(boundaries_ptr, stride_s, sequences, start)
+    low = 0
+    high = sequences
+    while low < high:  # the last one that begins at ``start`` or before; ``sequences`` behind the end of the last
+        middle = (low + high + 1) // 2
+        after = tl.load(boundaries_ptr + (middle + tl.zeros((), tl.int64)) * stride_s) > start
+        low = tl.where(after, low, middle)
+        high = tl.where(after, middle - 1, high)
     high = low
     while (high < sequences) & (tl.load(boundaries_ptr + (high + tl.zeros((), tl.int64)) * stride_s) < stop):
         high += 1
@@ -201,13 +186,6 @@ def _last_key(offs_m, begin, end, CAUSAL: tl.constexpr):
     """The last key that each row sees of the packed sequence from ``begin`` to ``end``; -1: none."""
     last = offs_m if CAUSAL else end - 1 + tl.zeros_like(offs_m)
     return tl.where((offs_m >= begin) & (offs_m < end), last, -1)
-
-
-@triton.jit
-def _first_query(offs_n, begin, end, CAUSAL: tl.constexpr):
-    """The first query that sees each key of the packed sequence from ``begin`` to ``end``; for other keys beyond all."""
-    first = offs_n if CAUSAL else begin + tl.zeros_like(offs_n)
-    return tl.where((offs_n >= begin) & (offs_n < end), first, 2**30)
 
 
 @triton.jit
@@ -277,9 +255,7 @@ def _seeing(
 @triton.jit
 def _flash_attention_fwd_steps(
     acc, l, m, q,  # (BLOCK_M, BLOCK_D), (BLOCK_M,), (BLOCK_M,), (BLOCK_M, BLOCK_D)
-    k, stride_kb, stride_kh, stride_kn, stride_kd,
-    v, stride_vb, stride_vh, stride_vn, stride_vd,
-    b, h_kv, offs_m, first, last, diagonal, S, window, scale,
+    k, v, b, h_kv, offs_m, first, last, diagonal, S, window, scale,
     D: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr,
     BOXES: tl.constexpr, SOFTCAP: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -287,12 +263,9 @@ def _flash_attention_fwd_steps(
     """The keys from ``first`` to ``last``; masked where a query does not see all of them."""
     unit = 1.0 if SOFTCAP > 0.0 else scale  # what is left to scale
     for start in range(first, last, BLOCK_N):
-        k_tile = _rows(
-            k, stride_kb, stride_kh, stride_kn, stride_kd, b, h_kv, start, S,
-            D, MASKED, BOXES, BLOCK_N, BLOCK_D,
-        )  # fmt: skip
+        k_tile = _rows(k, b, h_kv, start, S, D, MASKED, BOXES, BLOCK_N, BLOCK_D)
         zeros = tl.zeros((q.shape[0], BLOCK_N), ACC)
-        scores = _dot(q, k_tile.T, zeros, PRECISION)  # (BLOCK_M, BLOCK_N)
+        scores = dot(q, k_tile.T, zeros, PRECISION)  # (BLOCK_M, BLOCK_N)
         if SOFTCAP > 0.0:
             scores = _capped(scores * scale, SOFTCAP)
         if MASKED:
@@ -311,20 +284,17 @@ def _flash_attention_fwd_steps(
         l = l * alpha + tl.sum(p, axis=1)
         acc = acc * alpha[:, None]
         m = m_new
-        v_tile = _rows(
-            v, stride_vb, stride_vh, stride_vn, stride_vd, b, h_kv, start, S,
-            D, MASKED, BOXES, BLOCK_N, BLOCK_D, PACKED,
-        )  # fmt: skip
-        acc = _dot(p.to(v_tile.dtype), v_tile, acc, PRECISION)
+        v_tile = _rows(v, b, h_kv, start, S, D, MASKED, BOXES, BLOCK_N, BLOCK_D, PACKED)
+        acc = dot(p.to(v_tile.dtype), v_tile, acc, PRECISION)
     return acc, l, m
 
 
 @triton.jit(do_not_specialize=["B", "H", "N", "S", "section", "sequences", "window"])
 def _flash_attention_fwd_kernel(
-    q, stride_qb, stride_qh, stride_qn, stride_qd,  # (B, H, N, D) queries
-    k, stride_kb, stride_kh, stride_kn, stride_kd,  # (B, H / GROUP, S, D) keys
-    v, stride_vb, stride_vh, stride_vn, stride_vd,  # (B, H / GROUP, S, D) values
-    o_ptr, stride_ob, stride_oh, stride_on, stride_od,  # (B, H, N, D) output
+    q,  # (B, H, N, D) queries: Rows or, if BOXES, a descriptor, as k and v
+    k,  # (B, H / GROUP, S, D) keys
+    v,  # (B, H / GROUP, S, D) values
+    o,  # (B, H, N, D) output
     lse_ptr,  # (B, H, N) log2 of the sum of exp2(score), contiguous; +inf where no key is seen
     B, H, N, S, section,
     lengths_ptr, stride_lb,  # (B,) keys that exist, if LENGTHS; (sequences + 1,) boundaries, if PACKED
@@ -341,10 +311,7 @@ def _flash_attention_fwd_kernel(
     b, h = head // H, head % H
     start_m = pid_m * BLOCK_M
     offs_m = start_m + tl.arange(0, BLOCK_M)
-    q_tile = _rows(
-        q, stride_qb, stride_qh, stride_qn, stride_qd, b, h, start_m, N,
-        D, True, BOXES, BLOCK_M, BLOCK_D,
-    )  # fmt: skip
+    q_tile = _rows(q, b, h, start_m, N, D, True, BOXES, BLOCK_M, BLOCK_D)
     acc = tl.zeros((BLOCK_M, BLOCK_D), ACC)
     l = tl.zeros((BLOCK_M,), ACC)
     m = tl.full((BLOCK_M,), float("-inf"), ACC)
@@ -363,20 +330,17 @@ def _flash_attention_fwd_kernel(
         )
         if WINDOW:
             acc, l, m = _flash_attention_fwd_steps(
-                acc, l, m, q_tile,
-                k, stride_kb, stride_kh, stride_kn, stride_kd, v, stride_vb, stride_vh, stride_vn, stride_vd,
+                acc, l, m, q_tile, k, v,
                 b, h // GROUP, last_key, begin + first, begin + tl.minimum(left, last), keys - queries, begin + keys, window, scale,
                 D, True, CAUSAL, PACKED, WINDOW, BOXES, SOFTCAP, ACC, PRECISION, BLOCK_N, BLOCK_D,
             )  # fmt: skip
         acc, l, m = _flash_attention_fwd_steps(
-            acc, l, m, q_tile,
-            k, stride_kb, stride_kh, stride_kn, stride_kd, v, stride_vb, stride_vh, stride_vn, stride_vd,
+            acc, l, m, q_tile, k, v,
             b, h // GROUP, last_key, begin + left, begin + full, keys - queries, begin + keys, window, scale,
             D, False, CAUSAL, PACKED, WINDOW, BOXES, SOFTCAP, ACC, PRECISION, BLOCK_N, BLOCK_D,
         )  # fmt: skip
         acc, l, m = _flash_attention_fwd_steps(
-            acc, l, m, q_tile,
-            k, stride_kb, stride_kh, stride_kn, stride_kd, v, stride_vb, stride_vh, stride_vn, stride_vd,
+            acc, l, m, q_tile, k, v,
             b, h // GROUP, last_key, begin + full, begin + last, keys - queries, begin + keys, window, scale,
             D, True, CAUSAL or PACKED, PACKED, WINDOW, BOXES, SOFTCAP, ACC, PRECISION, BLOCK_N, BLOCK_D,
         )  # fmt: skip
@@ -388,15 +352,12 @@ def _flash_attention_fwd_kernel(
         share, lse = _with_sink(lse, tl.load(sinks_ptr + h.to(tl.int64) * stride_sh).to(ACC))
         acc = acc * share[:, None]
     tl.store(lse_ptr + head.to(tl.int64) * N + offs_m, lse, mask=offs_m < N)
-    _store_rows(
-        o_ptr, stride_ob, stride_oh, stride_on, stride_od, acc, b, h, start_m, N,
-        D, BLOCK_M, BLOCK_D,
-    )  # fmt: skip
+    _store_rows(o, acc, b, h, start_m, N, D, BLOCK_M, BLOCK_D)
 
 
 @triton.jit(do_not_specialize=["H", "N"])
 def _flash_attention_sinks_kernel(
-    o_ptr, stride_ob, stride_oh, stride_on, stride_od,  # (B, H, N, D) output without sinks, and then with them
+    o,  # (B, H, N, D) output without sinks, and then with them
     lse_ptr,  # (B, H, N) likewise, contiguous
     sinks_ptr, stride_sh,  # (H,) logits
     H, N,
@@ -415,16 +376,10 @@ def _flash_attention_sinks_kernel(
     offs_m = start_m + tl.arange(0, BLOCK_M)
     lse_ptrs = lse_ptr + head.to(tl.int64) * N + offs_m
     lse = tl.load(lse_ptrs, mask=offs_m < N, other=float("inf"))
-    o = _rows(
-        o_ptr, stride_ob, stride_oh, stride_on, stride_od, b, h, start_m, N,
-        D, True, False, BLOCK_M, BLOCK_D,
-    )  # fmt: skip
+    o_tile = _rows(o, b, h, start_m, N, D, True, False, BLOCK_M, BLOCK_D)
     share, lse = _with_sink(lse, tl.load(sinks_ptr + h.to(tl.int64) * stride_sh).to(ACC))
     tl.store(lse_ptrs, lse, mask=offs_m < N)
-    _store_rows(
-        o_ptr, stride_ob, stride_oh, stride_on, stride_od, o.to(ACC) * share[:, None], b, h, start_m, N,
-        D, BLOCK_M, BLOCK_D,
-    )  # fmt: skip
+    _store_rows(o, o_tile.to(ACC) * share[:, None], b, h, start_m, N, D, BLOCK_M, BLOCK_D)
 
 
 # --- backward -------------------------------------------------------------------------------------------------------
@@ -432,8 +387,8 @@ def _flash_attention_sinks_kernel(
 
 @triton.jit(do_not_specialize=["H", "N", "n_padded"])
 def _flash_attention_bwd_delta_kernel(
-    o_ptr, stride_ob, stride_oh, stride_on, stride_od,  # (B, H, N, D) output of the forward pass
-    do_ptr, stride_dob, stride_doh, stride_don, stride_dod,  # (B, H, N, D) its gradient
+    o,  # (B, H, N, D) output of the forward pass
+    do,  # (B, H, N, D) its gradient
     lse_ptr,  # (B, H, N), contiguous, if PADDED
     delta_ptr,  # (B, H, n_padded) rowsum(o * do), contiguous; 0 beyond N
     padded_ptr,  # (B, H, n_padded) lse, +inf beyond N, if PADDED
@@ -443,17 +398,11 @@ def _flash_attention_bwd_delta_kernel(
     num_blocks = tl.cdiv(n_padded, BLOCK_M)
     head, start_m = tl.program_id(0) // num_blocks, tl.program_id(0) % num_blocks * BLOCK_M
     b, h = head // H, head % H
-    o = _rows(
-        o_ptr, stride_ob, stride_oh, stride_on, stride_od, b, h, start_m, N,
-        D, True, False, BLOCK_M, BLOCK_D,
-    )  # fmt: skip
-    do = _rows(
-        do_ptr, stride_dob, stride_doh, stride_don, stride_dod, b, h, start_m, N,
-        D, True, False, BLOCK_M, BLOCK_D,
-    )  # fmt: skip
+    o_tile = _rows(o, b, h, start_m, N, D, True, False, BLOCK_M, BLOCK_D)
+    do_tile = _rows(do, b, h, start_m, N, D, True, False, BLOCK_M, BLOCK_D)
     offs_m = start_m + tl.arange(0, BLOCK_M)
     out = head.to(tl.int64) * n_padded + offs_m
-    delta = tl.sum(o.to(ACC) * do.to(ACC), axis=1)
+    delta = tl.sum(o_tile.to(ACC) * do_tile.to(ACC), axis=1)
     tl.store(delta_ptr + out, delta, mask=offs_m < n_padded)
     if PADDED:
         lse = tl.load(lse_ptr + head.to(tl.int64) * N + offs_m, mask=offs_m < N, other=float("inf"))
@@ -485,9 +434,7 @@ def _flash_attention_bwd_sinks_kernel(
 @triton.jit
 def _flash_attention_bwd_dkdv_steps(
     dk, dv, k_tile, v_tile,  # (BLOCK_N, BLOCK_D) each
-    q, stride_qb, stride_qh, stride_qn, stride_qd,
-    do, stride_dob, stride_doh, stride_don, stride_dod,
-    lse_ptr, delta_ptr,  # of this head
+    q, do, lse_ptr, delta_ptr,  # of this head
     b, h, offs_n, first, last, diagonal, N, window, scale,
     D: tl.constexpr, MASKED: tl.constexpr, CUT: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr, BOXES: tl.constexpr,
     SOFTCAP: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
@@ -499,15 +446,12 @@ def _flash_attention_bwd_dkdv_steps(
         if not PACKED:
             start = tl.multiple_of(start, BLOCK_M)
         offs_m = start + tl.arange(0, BLOCK_M)
-        q_tile = _rows(
-            q, stride_qb, stride_qh, stride_qn, stride_qd, b, h, start, N,
-            D, CUT, BOXES, BLOCK_M, BLOCK_D, PACKED,
-        )  # fmt: skip
+        q_tile = _rows(q, b, h, start, N, D, CUT, BOXES, BLOCK_M, BLOCK_D, PACKED)
         # Beyond the last query lse is +inf, so that probabilities there are zero.
         lse = tl.load(lse_ptr + offs_m, mask=offs_m < N, other=float("inf"))
         delta = tl.load(delta_ptr + offs_m, mask=offs_m < N, other=0.0)
         zeros = tl.zeros((k_tile.shape[0], BLOCK_M), ACC)
-        scores = _dot(k_tile, q_tile.T, zeros, PRECISION)  # (BLOCK_N, BLOCK_M)
+        scores = dot(k_tile, q_tile.T, zeros, PRECISION)  # (BLOCK_N, BLOCK_M)
         if SOFTCAP > 0.0:
             scores = _capped(scores * scale, SOFTCAP)
         p = tl.math.exp2(scores * unit - lse[None, :])
@@ -516,29 +460,26 @@ def _flash_attention_bwd_dkdv_steps(
             if WINDOW:
                 seen = seen & (offs_n[:, None] > offs_m[None, :] + diagonal - window)
             p = tl.where(seen, p, 0.0)
-        do_tile = _rows(
-            do, stride_dob, stride_doh, stride_don, stride_dod, b, h, start, N,
-            D, CUT, BOXES, BLOCK_M, BLOCK_D, PACKED,
-        )  # fmt: skip
+        do_tile = _rows(do, b, h, start, N, D, CUT, BOXES, BLOCK_M, BLOCK_D, PACKED)
         zeros = tl.zeros((v_tile.shape[0], BLOCK_M), ACC)
-        dp = _dot(v_tile, do_tile.T, zeros, PRECISION)  # (BLOCK_N, BLOCK_M)
-        dv = _dot(p.to(do_tile.dtype), do_tile, dv, PRECISION)
+        dp = dot(v_tile, do_tile.T, zeros, PRECISION)  # (BLOCK_N, BLOCK_M)
+        dv = dot(p.to(do_tile.dtype), do_tile, dv, PRECISION)
         ds = p * (dp - delta[None, :])
         if SOFTCAP > 0.0:
             ds = ds * (1.0 - (scores * (1.0 / SOFTCAP)) * (scores * (1.0 / SOFTCAP)))
-        dk = _dot(ds.to(q_tile.dtype), q_tile, dk, PRECISION)
+        dk = dot(ds.to(q_tile.dtype), q_tile, dk, PRECISION)
     return dk, dv
 
 
 @triton.jit(do_not_specialize=["B", "H", "N", "S", "n_padded", "section", "sequences", "window"])
 def _flash_attention_bwd_dkdv_kernel(
-    q, stride_qb, stride_qh, stride_qn, stride_qd,  # (B, H, N, D) queries
-    k, stride_kb, stride_kh, stride_kn, stride_kd,  # (B, H / GROUP, S, D) keys
-    v, stride_vb, stride_vh, stride_vn, stride_vd,  # (B, H / GROUP, S, D) values
-    do, stride_dob, stride_doh, stride_don, stride_dod,  # (B, H, N, D) gradient of the output
+    q,  # (B, H, N, D) queries: Rows or, if BOXES, a descriptor, as k, v and do
+    k,  # (B, H / GROUP, S, D) keys
+    v,  # (B, H / GROUP, S, D) values
+    do,  # (B, H, N, D) gradient of the output
     lse_ptr, delta_ptr,  # (B, H, n_padded) from the forward pass; rowsum(o * do)
-    dk_ptr, stride_dkb, stride_dkh, stride_dkn, stride_dkd,  # (B, H / GROUP, S, D)
-    dv_ptr, stride_dvb, stride_dvh, stride_dvn, stride_dvd,  # (B, H / GROUP, S, D)
+    dk_out,  # (B, H / GROUP, S, D)
+    dv_out,  # (B, H / GROUP, S, D)
     B, H, N, S, n_padded, section,
     lengths_ptr, stride_lb,  # (B,) keys that exist, if LENGTHS; (sequences + 1,) boundaries, if PACKED
     sequences, window,
@@ -557,14 +498,8 @@ def _flash_attention_bwd_dkdv_kernel(
         length = _boundary(lengths_ptr, stride_lb, sequences, 0, S)
     else:
         length = _length(lengths_ptr, stride_lb, b, S, LENGTHS)
-    k_tile = _rows(
-        k, stride_kb, stride_kh, stride_kn, stride_kd, b, h_kv, start_n, length,
-        D, True, BOXES, BLOCK_N, BLOCK_D,
-    )  # fmt: skip
-    v_tile = _rows(
-        v, stride_vb, stride_vh, stride_vn, stride_vd, b, h_kv, start_n, length,
-        D, True, BOXES, BLOCK_N, BLOCK_D,
-    )  # fmt: skip
+    k_tile = _rows(k, b, h_kv, start_n, length, D, True, BOXES, BLOCK_N, BLOCK_D)
+    v_tile = _rows(v, b, h_kv, start_n, length, D, True, BOXES, BLOCK_N, BLOCK_D)
     dk = tl.zeros((BLOCK_N, BLOCK_D), ACC)
     dv = tl.zeros((BLOCK_N, BLOCK_D), ACC)
 
@@ -574,7 +509,9 @@ def _flash_attention_bwd_dkdv_kernel(
     for sequence in range(low, high):
         if PACKED:
             begin, end = _packed(lengths_ptr, stride_lb, sequence, S)
-            queries, keys, first_query = end - begin, end - begin, _first_query(offs_n, begin, end, CAUSAL)
+            queries, keys = end - begin, end - begin
+            first_query = offs_n if CAUSAL else begin + tl.zeros_like(offs_n)
+            first_query = tl.where((offs_n >= begin) & (offs_n < end), first_query, 2**30)  # of other keys beyond all
         else:
             begin, queries, keys, first_query = 0, N, length, offs_n
         first, full, right, last = _seeing(
@@ -585,23 +522,20 @@ def _flash_attention_bwd_dkdv_kernel(
             rows = (b.to(tl.int64) * H + h) * n_padded
             if CAUSAL or PACKED:
                 dk, dv = _flash_attention_bwd_dkdv_steps(
-                    dk, dv, k_tile, v_tile,
-                    q, stride_qb, stride_qh, stride_qn, stride_qd, do, stride_dob, stride_doh, stride_don, stride_dod,
+                    dk, dv, k_tile, v_tile, q, do,
                     lse_ptr + rows, delta_ptr + rows, b, h,
                     first_query, begin + first, begin + tl.minimum(full, last), keys - queries, begin + queries, window, scale,
                     D, True, not PACKED, PACKED, WINDOW, BOXES, SOFTCAP, ACC, PRECISION, BLOCK_M, BLOCK_D,
                 )  # fmt: skip
             dk, dv = _flash_attention_bwd_dkdv_steps(
-                dk, dv, k_tile, v_tile,
-                q, stride_qb, stride_qh, stride_qn, stride_qd, do, stride_dob, stride_doh, stride_don, stride_dod,
+                dk, dv, k_tile, v_tile, q, do,
                 lse_ptr + rows, delta_ptr + rows, b, h,
                 first_query, begin + full, begin + tl.minimum(right, last), keys - queries, begin + queries, window, scale,
                 D, False, not PACKED, PACKED, WINDOW, BOXES, SOFTCAP, ACC, PRECISION, BLOCK_M, BLOCK_D,
             )  # fmt: skip
             if WINDOW or PACKED:
                 dk, dv = _flash_attention_bwd_dkdv_steps(
-                    dk, dv, k_tile, v_tile,
-                    q, stride_qb, stride_qh, stride_qn, stride_qd, do, stride_dob, stride_doh, stride_don, stride_dod,
+                    dk, dv, k_tile, v_tile, q, do,
                     lse_ptr + rows, delta_ptr + rows, b, h,
                     first_query, begin + right, begin + last, keys - queries, begin + queries, window, scale,
                     D, True, True, PACKED, WINDOW, BOXES, SOFTCAP, ACC, PRECISION, BLOCK_M, BLOCK_D,
@@ -610,23 +544,15 @@ def _flash_attention_bwd_dkdv_kernel(
         there = (offs_n < length)[:, None]
         dk = tl.where(there, dk, 0.0)
         dv = tl.where(there, dv, 0.0)
-    _store_rows(
-        dk_ptr, stride_dkb, stride_dkh, stride_dkn, stride_dkd, dk * dk_scale, b, h_kv, start_n, S,
-        D, BLOCK_N, BLOCK_D,
-    )  # fmt: skip
-    _store_rows(
-        dv_ptr, stride_dvb, stride_dvh, stride_dvn, stride_dvd, dv, b, h_kv, start_n, S,
-        D, BLOCK_N, BLOCK_D,
-    )  # fmt: skip
+    _store_rows(dk_out, dk * dk_scale, b, h_kv, start_n, S, D, BLOCK_N, BLOCK_D)
+    _store_rows(dv_out, dv, b, h_kv, start_n, S, D, BLOCK_N, BLOCK_D)
 
 
 @triton.jit
 def _flash_attention_bwd_dq_steps(
     dq, q_tile, do_tile,  # (BLOCK_M, BLOCK_D) each
     lse, delta,  # (BLOCK_M,) each
-    k, stride_kb, stride_kh, stride_kn, stride_kd,
-    v, stride_vb, stride_vh, stride_vn, stride_vd,
-    b, h_kv, offs_m, first, last, diagonal, S, window, scale,
+    k, v, b, h_kv, offs_m, first, last, diagonal, S, window, scale,
     D: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr, WINDOW: tl.constexpr,
     BOXES: tl.constexpr, SOFTCAP: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -634,16 +560,10 @@ def _flash_attention_bwd_dq_steps(
     """The keys from ``first`` to ``last``; masked where a query does not see all of them."""
     unit = 1.0 if SOFTCAP > 0.0 else scale
     for start in range(first, last, BLOCK_N):
-        k_tile = _rows(
-            k, stride_kb, stride_kh, stride_kn, stride_kd, b, h_kv, start, S,
-            D, MASKED, BOXES, BLOCK_N, BLOCK_D, PACKED,
-        )  # fmt: skip
-        v_tile = _rows(
-            v, stride_vb, stride_vh, stride_vn, stride_vd, b, h_kv, start, S,
-            D, MASKED, BOXES, BLOCK_N, BLOCK_D, PACKED,
-        )  # fmt: skip
+        k_tile = _rows(k, b, h_kv, start, S, D, MASKED, BOXES, BLOCK_N, BLOCK_D, PACKED)
+        v_tile = _rows(v, b, h_kv, start, S, D, MASKED, BOXES, BLOCK_N, BLOCK_D, PACKED)
         zeros = tl.zeros((q_tile.shape[0], BLOCK_N), ACC)
-        scores = _dot(q_tile, k_tile.T, zeros, PRECISION)  # (BLOCK_M, BLOCK_N)
+        scores = dot(q_tile, k_tile.T, zeros, PRECISION)  # (BLOCK_M, BLOCK_N)
         if SOFTCAP > 0.0:
             scores = _capped(scores * scale, SOFTCAP)
         p = tl.math.exp2(scores * unit - lse[:, None])
@@ -656,22 +576,22 @@ def _flash_attention_bwd_dq_steps(
                 seen = seen & (offs_n[None, :] > offs_m[:, None] + diagonal - window)
             p = tl.where(seen, p, 0.0)
         zeros = tl.zeros((do_tile.shape[0], BLOCK_N), ACC)
-        dp = _dot(do_tile, v_tile.T, zeros, PRECISION)  # (BLOCK_M, BLOCK_N)
+        dp = dot(do_tile, v_tile.T, zeros, PRECISION)  # (BLOCK_M, BLOCK_N)
         ds = p * (dp - delta[:, None])
         if SOFTCAP > 0.0:
             ds = ds * (1.0 - (scores * (1.0 / SOFTCAP)) * (scores * (1.0 / SOFTCAP)))
-        dq = _dot(ds.to(k_tile.dtype), k_tile, dq, PRECISION)
+        dq = dot(ds.to(k_tile.dtype), k_tile, dq, PRECISION)
     return dq
 
 
 @triton.jit(do_not_specialize=["B", "H", "N", "S", "n_padded", "section", "sequences", "window"])
 def _flash_attention_bwd_dq_kernel(
-    q, stride_qb, stride_qh, stride_qn, stride_qd,  # (B, H, N, D) queries
-    k, stride_kb, stride_kh, stride_kn, stride_kd,  # (B, H / GROUP, S, D) keys
-    v, stride_vb, stride_vh, stride_vn, stride_vd,  # (B, H / GROUP, S, D) values
-    do, stride_dob, stride_doh, stride_don, stride_dod,  # (B, H, N, D) gradient of the output
+    q,  # (B, H, N, D) queries: Rows or, if BOXES, a descriptor, as k, v and do
+    k,  # (B, H / GROUP, S, D) keys
+    v,  # (B, H / GROUP, S, D) values
+    do,  # (B, H, N, D) gradient of the output
     lse_ptr, delta_ptr,  # (B, H, n_padded) from the forward pass; rowsum(o * do)
-    dq_ptr, stride_dqb, stride_dqh, stride_dqn, stride_dqd,  # (B, H, N, D)
+    dq_out,  # (B, H, N, D)
     B, H, N, S, n_padded, section,
     lengths_ptr, stride_lb,  # (B,) keys that exist, if LENGTHS; (sequences + 1,) boundaries, if PACKED
     sequences, window,
@@ -687,14 +607,8 @@ def _flash_attention_bwd_dq_kernel(
     start_m = pid_m * BLOCK_M
     offs_m = start_m + tl.arange(0, BLOCK_M)
     rows = head.to(tl.int64) * n_padded
-    q_tile = _rows(
-        q, stride_qb, stride_qh, stride_qn, stride_qd, b, h, start_m, N,
-        D, True, BOXES, BLOCK_M, BLOCK_D,
-    )  # fmt: skip
-    do_tile = _rows(
-        do, stride_dob, stride_doh, stride_don, stride_dod, b, h, start_m, N,
-        D, True, BOXES, BLOCK_M, BLOCK_D,
-    )  # fmt: skip
+    q_tile = _rows(q, b, h, start_m, N, D, True, BOXES, BLOCK_M, BLOCK_D)
+    do_tile = _rows(do, b, h, start_m, N, D, True, BOXES, BLOCK_M, BLOCK_D)
     lse = tl.load(lse_ptr + rows + offs_m, mask=offs_m < N, other=float("inf"))
     delta = tl.load(delta_ptr + rows + offs_m, mask=offs_m < N, other=0.0)
     dq = tl.zeros((BLOCK_M, BLOCK_D), ACC)
@@ -713,27 +627,21 @@ def _flash_attention_bwd_dq_kernel(
         )
         if WINDOW:
             dq = _flash_attention_bwd_dq_steps(
-                dq, q_tile, do_tile, lse, delta,
-                k, stride_kb, stride_kh, stride_kn, stride_kd, v, stride_vb, stride_vh, stride_vn, stride_vd,
+                dq, q_tile, do_tile, lse, delta, k, v,
                 b, h // GROUP, last_key, begin + first, begin + tl.minimum(left, last), keys - queries, begin + keys, window, scale,
                 D, True, CAUSAL, PACKED, WINDOW, BOXES, SOFTCAP, ACC, PRECISION, BLOCK_N, BLOCK_D,
             )  # fmt: skip
         dq = _flash_attention_bwd_dq_steps(
-            dq, q_tile, do_tile, lse, delta,
-            k, stride_kb, stride_kh, stride_kn, stride_kd, v, stride_vb, stride_vh, stride_vn, stride_vd,
+            dq, q_tile, do_tile, lse, delta, k, v,
             b, h // GROUP, last_key, begin + left, begin + full, keys - queries, begin + keys, window, scale,
             D, False, CAUSAL, PACKED, WINDOW, BOXES, SOFTCAP, ACC, PRECISION, BLOCK_N, BLOCK_D,
         )  # fmt: skip
         dq = _flash_attention_bwd_dq_steps(
-            dq, q_tile, do_tile, lse, delta,
-            k, stride_kb, stride_kh, stride_kn, stride_kd, v, stride_vb, stride_vh, stride_vn, stride_vd,
+            dq, q_tile, do_tile, lse, delta, k, v,
             b, h // GROUP, last_key, begin + full, begin + last, keys - queries, begin + keys, window, scale,
             D, True, CAUSAL or PACKED, PACKED, WINDOW, BOXES, SOFTCAP, ACC, PRECISION, BLOCK_N, BLOCK_D,
         )  # fmt: skip
-    _store_rows(
-        dq_ptr, stride_dqb, stride_dqh, stride_dqn, stride_dqd, dq * dq_scale, b, h, start_m, N,
-        D, BLOCK_M, BLOCK_D,
-    )  # fmt: skip
+    _store_rows(dq_out, dq * dq_scale, b, h, start_m, N, D, BLOCK_M, BLOCK_D)
 
 
 # --- configurations -------------------------------------------------------------------------------------------------

@@ -22,10 +22,9 @@ Not handled: more rows than fit one tile read the keys again (from the L2 cache,
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
 
 from kernelbook import runtime  # before Triton, which it sets up
-from kernelbook.attention.kernels import _capped, _rows, _with_sink, block_d
+from kernelbook.attention.kernels import Rows, _capped, _rows, _with_sink, block_d
 from kernelbook.tiles import dot, is_last_share
 
 # isort: split
@@ -58,16 +57,6 @@ class Tiles:
         return "_".join(map(str, dataclasses.astuple(self)))
 
 
-class Rows(NamedTuple):
-    """Keys or values (B, H, S, D), or pages of them (P, H, PAGE, D)."""
-
-    ptr: Any
-    stride_b: Any  # or of pages
-    stride_h: Any
-    stride_n: Any
-    stride_d: Any
-
-
 @triton.jit
 def _tile_of(
     x, b, h, start, high,
@@ -85,10 +74,7 @@ def _tile_of(
             mask = mask & (offs_d < D)[None, :]
         tile = tl.load(ptrs, mask=mask, other=0.0)
     else:
-        tile = _rows(
-            x.ptr, x.stride_b, x.stride_h, x.stride_n, x.stride_d, b, h, start, high,
-            D, True, False, BLOCK_N, BLOCK_D,
-        )  # fmt: skip
+        tile = _rows(x, b, h, start, high, D, True, False, BLOCK_N, BLOCK_D)
     return tile
 
 
@@ -158,8 +144,7 @@ def _decode_steps(
 
 @triton.jit
 def _store_output(
-    o_ptr, stride_ob, stride_oh, stride_on, lse_ptr, sinks_ptr,
-    acc, lse,  # (rows, columns), (rows,)
+    o, lse_ptr, sinks_ptr, acc, lse,  # (rows, columns), (rows,)
     b, h_kv, first_row, H, N, WIDTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Rows of a group from ``first_row`` on: row r is query r % N of the group's head r // N."""
@@ -174,9 +159,9 @@ def _store_output(
     if lse_ptr is not None:
         lse = tl.where(lse == float("-inf"), float("inf"), lse)
         tl.store(lse_ptr + (b.to(tl.int64) * H + h) * N + n, lse, mask=exists)
-    ptrs = (o_ptr + b.to(tl.int64) * stride_ob) + h.to(tl.int64)[:, None] * stride_oh
-    ptrs += n.to(tl.int64)[:, None] * stride_on + offs_d[None, :]
-    tl.store(ptrs, acc.to(o_ptr.dtype.element_ty), mask=exists[:, None] & (offs_d < WIDTH)[None, :])
+    ptrs = (o.ptr + b.to(tl.int64) * o.stride_b) + h.to(tl.int64)[:, None] * o.stride_h
+    ptrs += n.to(tl.int64)[:, None] * o.stride_n + offs_d[None, :]
+    tl.store(ptrs, acc.to(o.ptr.dtype.element_ty), mask=exists[:, None] & (offs_d < WIDTH)[None, :])
 
 
 @triton.jit
@@ -260,10 +245,10 @@ def _merged(
 
 @triton.jit(do_not_specialize=["H", "S", "P", "window"])  # N: one query needs no division
 def _flash_attention_decode_kernel(
-    q_ptr, stride_qb, stride_qh, stride_qn,  # (B, H, N, D) queries, columns contiguous
-    k_ptr, stride_kb, stride_kh, stride_kn, stride_kd,  # (B, H / GROUP, S, D) keys, or (P, H / GROUP, PAGE, D) pages
-    v_ptr, stride_vb, stride_vh, stride_vn, stride_vd,  # the same of values
-    o_ptr, stride_ob, stride_oh, stride_on,  # (B, H, N, D) output, columns contiguous
+    q,  # (B, H, N, D) queries, columns contiguous: Rows, as k, v and o
+    k,  # (B, H / GROUP, S, D) keys, or (P, H / GROUP, PAGE, D) pages
+    v,  # the same of values
+    o,  # (B, H, N, D) output, columns contiguous
     lse_ptr,  # (B, H, N) log2 of the sum of exp2(score), +inf where no key is seen, or None
     lengths_ptr,  # (B,) keys that exist, or None: all of them
     table_ptr, stride_tb,  # (B, S / PAGE) pages, columns contiguous, or None
@@ -277,7 +262,7 @@ def _flash_attention_decode_kernel(
     SOFTCAP: tl.constexpr,  # with log2(e); 0: none
     HOW: tl.constexpr,  # Tiles
 ):  # fmt: skip
-    ACC: tl.constexpr = tl.float64 if q_ptr.dtype.element_ty == tl.float64 else tl.float32
+    ACC: tl.constexpr = tl.float64 if q.ptr.dtype.element_ty == tl.float64 else tl.float32
     PAGE: tl.constexpr = HOW.PAGE
     LISTED: tl.constexpr = HOW.LISTED
     BLOCK_M: tl.constexpr = HOW.BLOCK_M
@@ -289,9 +274,9 @@ def _flash_attention_decode_kernel(
     blocks = tl.cdiv(GROUP * N, BLOCK_M)
     head, first_row = group // blocks, group % blocks * BLOCK_M
     b, h_kv = head // (H // GROUP), head % (H // GROUP)
-    k = Rows(k_ptr, stride_kb, stride_kh, stride_kn, stride_kd)
-    v = Rows(v_ptr + piece.to(tl.int64) * BLOCK_V * stride_vd, stride_vb, stride_vh, stride_vn, stride_vd)
-    o_ptr += piece.to(tl.int64) * BLOCK_V
+    v_ptr, o_ptr = v.ptr + piece.to(tl.int64) * BLOCK_V * v.stride_d, o.ptr + piece.to(tl.int64) * BLOCK_V
+    v = Rows(v_ptr, v.stride_b, v.stride_h, v.stride_n, v.stride_d)
+    o = Rows(o_ptr, o.stride_b, o.stride_h, o.stride_n, o.stride_d)
     every_page = 0
     if HOW.WHOLE:
         every_page = _listed(table_ptr, stride_tb, b, 0, S // PAGE, P, LISTED)
@@ -303,12 +288,12 @@ def _flash_attention_decode_kernel(
     offs_r = first_row + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, HOW.BLOCK_D)
     query = offs_r % N
-    q_ptrs = (q_ptr + b.to(tl.int64) * stride_qb) + (h_kv * GROUP + offs_r // N).to(tl.int64)[:, None] * stride_qh
-    q_ptrs += query.to(tl.int64)[:, None] * stride_qn + offs_d[None, :]
+    q_ptrs = (q.ptr + b.to(tl.int64) * q.stride_b) + (h_kv * GROUP + offs_r // N).to(tl.int64)[:, None] * q.stride_h
+    q_ptrs += query.to(tl.int64)[:, None] * q.stride_n + offs_d[None, :]
     q_mask = (offs_r < GROUP * N)[:, None] & (offs_d < D)[None, :]
-    q = 0
+    q_tile = 0
     if not HOW.Q_LATE:
-        q = tl.load(q_ptrs, mask=q_mask, other=0.0)
+        q_tile = tl.load(q_ptrs, mask=q_mask, other=0.0)
 
     # Tiles of keys from the first one that the first query sees; the same number to each share.
     first = 0
@@ -330,13 +315,13 @@ def _flash_attention_decode_kernel(
             for page in tl.range(low // PAGE, tl.cdiv(high, PAGE), LISTED, num_stages=1):
                 listed = _listed(table_ptr, stride_tb, b, page, tl.cdiv(high, PAGE), P, LISTED)
                 acc, l, m = _decode_steps(
-                    acc, l, m, q, q_ptrs, q_mask, k, v, b, h_kv, last_seen, listed, page,
+                    acc, l, m, q_tile, q_ptrs, q_mask, k, v, b, h_kv, last_seen, listed, page,
                     tl.maximum(page * PAGE, low), tl.minimum((page + LISTED) * PAGE, high), window, scale,
                     D, CAUSAL, SOFTCAP, HOW,
                 )  # fmt: skip
         else:
             acc, l, m = _decode_steps(
-                acc, l, m, q, q_ptrs, q_mask, k, v, b, h_kv, last_seen, every_page, 0, low, high, window, scale,
+                acc, l, m, q_tile, q_ptrs, q_mask, k, v, b, h_kv, last_seen, every_page, 0, low, high, window, scale,
                 D, CAUSAL, SOFTCAP, HOW,
             )  # fmt: skip
         if BLOCK_M < 64:
@@ -347,9 +332,7 @@ def _flash_attention_decode_kernel(
         lse = tl.where(seen, m + tl.math.log2(l), float("-inf"))
 
         if partial_ptr is None:
-            _store_output(
-                o_ptr, stride_ob, stride_oh, stride_on, lse_ptr, sinks_ptr, acc, lse, b, h_kv, first_row, H, N, WIDTH, GROUP
-            )  # fmt: skip
+            _store_output(o, lse_ptr, sinks_ptr, acc, lse, b, h_kv, first_row, H, N, WIDTH, GROUP)
         else:
             ROWS: tl.constexpr = HOW.ROWS
             partial_lse_ptr = partial_ptr + tl.num_programs(0).to(tl.int64) * splits * (ROWS * WIDTH)
@@ -366,18 +349,13 @@ def _flash_attention_decode_kernel(
             )  # fmt: skip
             if is_last_share(semaphores_ptr + tile, used):
                 merged, merged_lse = _merged(partial_ptr, partial_lse_ptr, used, splits, WIDTH, BLOCK_V, HOW)
-                _store_output(
-                    o_ptr, stride_ob, stride_oh, stride_on, lse_ptr, sinks_ptr,
-                    merged, merged_lse, b, h_kv, first_row, H, N, WIDTH, GROUP,
-                )  # fmt: skip
+                _store_output(o, lse_ptr, sinks_ptr, merged, merged_lse, b, h_kv, first_row, H, N, WIDTH, GROUP)
 
 
 @triton.jit(do_not_specialize=["H_kv", "N", "S", "P"])
 def _append_to_pages_kernel(
-    k_ptr, stride_kb, stride_kh, stride_kn, stride_kd,  # (B, H_kv, N, D) new keys
-    v_ptr, stride_vb, stride_vh, stride_vn, stride_vd,  # (B, H_kv, N, D) new values
-    k_pages_ptr, stride_kpp, stride_kph, stride_kpn, stride_kpd,  # (P, H_kv, PAGE, D)
-    v_pages_ptr, stride_vpp, stride_vph, stride_vpn, stride_vpd,  # (P, H_kv, PAGE, D)
+    k, v,  # (B, H_kv, N, D) new keys and values: Rows, as the pages
+    k_pages, v_pages,  # (P, H_kv, PAGE, D)
     table_ptr, stride_tb, stride_tp,  # (B, S / PAGE) pages
     lengths_ptr, stride_lb,  # (B,) keys that exist before
     H_kv, N, S, P,
@@ -394,14 +372,14 @@ def _append_to_pages_kernel(
     page = tl.load(table_ptr + b * stride_tb + position // PAGE * stride_tp, mask=mask, other=-1).to(tl.int64)
     mask = (mask & (page >= 0) & (page < P))[:, None] & (offs_d < D)[None, :]
     slot = position % PAGE
-    k_ptrs = k_ptr + b * stride_kb + (h * stride_kh + n * stride_kn)[:, None] + offs_d[None, :] * stride_kd
-    v_ptrs = v_ptr + b * stride_vb + (h * stride_vh + n * stride_vn)[:, None] + offs_d[None, :] * stride_vd
-    k = tl.load(k_ptrs, mask=mask, other=0.0)
-    v = tl.load(v_ptrs, mask=mask, other=0.0)
-    k_out = k_pages_ptr + (page * stride_kpp + h * stride_kph + slot * stride_kpn)[:, None]
-    v_out = v_pages_ptr + (page * stride_vpp + h * stride_vph + slot * stride_vpn)[:, None]
-    tl.store(k_out + offs_d[None, :] * stride_kpd, k, mask=mask)
-    tl.store(v_out + offs_d[None, :] * stride_vpd, v, mask=mask)
+    k_ptrs = k.ptr + b * k.stride_b + (h * k.stride_h + n * k.stride_n)[:, None] + offs_d[None, :] * k.stride_d
+    v_ptrs = v.ptr + b * v.stride_b + (h * v.stride_h + n * v.stride_n)[:, None] + offs_d[None, :] * v.stride_d
+    k_rows = tl.load(k_ptrs, mask=mask, other=0.0)
+    v_rows = tl.load(v_ptrs, mask=mask, other=0.0)
+    k_out = k_pages.ptr + (page * k_pages.stride_b + h * k_pages.stride_h + slot * k_pages.stride_n)[:, None]
+    v_out = v_pages.ptr + (page * v_pages.stride_b + h * v_pages.stride_h + slot * v_pages.stride_n)[:, None]
+    tl.store(k_out + offs_d[None, :] * k_pages.stride_d, k_rows, mask=mask)
+    tl.store(v_out + offs_d[None, :] * v_pages.stride_d, v_rows, mask=mask)
 
 
 # --- configurations -------------------------------------------------------------------------------------------------

@@ -209,26 +209,24 @@ def _produce(
 
 
 @gluon.jit
-def _sums(p):
-    """The sum of each row in the parts that a thread has of it: (rows, 8). Threads add them up once, at the end."""
-    return gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 8]), axis=1)
-
-
-@gluon.jit
 def _rescaled(l, alpha):
     return l * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout)), 1)
 
 
 @gluon.jit
 def _softmax(scores, m, scale, MASKED: gl.constexpr):
-    """-> p, sums of p, m, alpha: by what earlier sums are scaled down. MASKED: a row may see nothing."""
+    """-> p, sums of p, m, alpha: by what earlier sums are scaled down. MASKED: a row may see nothing.
+
+    The sum of a row is in the parts that a thread has of it: (rows, 8). Threads add them up once, at the end.
+    """
     m_new = gl.maximum(m, gl.max(scores, axis=1) * scale)
     shift = m_new
     if MASKED:
         shift = gl.where(m_new == float("-inf"), 0.0, m_new)
     p = gl.exp2(scores * scale - gl.expand_dims(shift, 1))
     alpha = gl.exp2(m - shift)
-    return p, _sums(p), m_new, alpha
+    sums = gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 8]), axis=1)
+    return p, sums, m_new, alpha
 
 
 @gluon.jit
@@ -366,7 +364,8 @@ def _consume(
                 acc, left = warpgroup_mma_wait(0, deps=[acc, left])
             mbarrier.arrive(v.free.index(slot))
         else:
-            l = _sums(gl.zeros([ROWS, BLOCK_N], gl.float32, layout=SCORES))
+            zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=SCORES)
+            l = gl.sum(zeros.reshape([ROWS, BLOCK_N // 8, 8]), axis=1)
             for i in range(masked):
                 acc, l, m = _step_alone(
                     i, acc, l, m, q, k, v, before, (count - 1 - i) * BLOCK_N, rows, diagonal, p.S, scale,
@@ -503,18 +502,6 @@ class Buffers(NamedTuple):
 
 
 @gluon.jit
-def _visitors(start_n, N, diagonal, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """-> the first query that sees a key from ``start_n`` on, in whole tiles; how many tiles to mask, and how many there are."""
-    first = 0
-    full = 0
-    if CAUSAL:
-        first = gl.minimum(gl.maximum(start_n - diagonal, 0), N) // BLOCK_M * BLOCK_M
-        full = gl.cdiv(gl.maximum(start_n + BLOCK_N - 1 - diagonal, 0), BLOCK_M) * BLOCK_M
-    count = gl.cdiv(gl.maximum(N - first, 0), BLOCK_M)
-    return first, gl.minimum(gl.cdiv(gl.maximum(full - first, 0), BLOCK_M), count), count
-
-
-@gluon.jit
 def _bwd_produce(q, k, v, do, lse, delta, to, own, H, n_padded, MEMBERS: gl.constexpr, PARTS: gl.constexpr):
     """A program's keys and values; then the queries that see them, from the last on, of all its heads."""
     WARPGROUPS: gl.constexpr = to.k.shape[0]
@@ -550,18 +537,6 @@ def _seen_by(start, keys, diagonal, S, CAUSAL: gl.constexpr, SCORES: gl.constexp
 
 
 @gluon.jit
-def _leave_ds(ds, i, ring, W: gl.constexpr):
-    """This warpgroup's keys of ds number i, once the buffer is free."""
-    STAGES: gl.constexpr = ring.full.shape[0]
-    slot = i % STAGES
-    mbarrier.wait(ring.free.index(slot), ((i // STAGES) & 1) ^ 1)
-    ring.tiles.index(slot * 2 + W).store(ds)
-    fence_async_shared()
-    thread_barrier()
-    mbarrier.arrive(ring.full.index(slot))
-
-
-@gluon.jit
 def _bwd_step(
     i, start, dk, dv, k, v, t, keys, diagonal, S, scale, W: gl.constexpr, DQ: gl.constexpr,
     MASKED: gl.constexpr, CAUSAL: gl.constexpr, SCORES: gl.constexpr, LEFT: gl.constexpr,
@@ -586,8 +561,14 @@ def _bwd_step(
     if DQ:
         delta = t.delta.index(slot).load(gl.SliceLayout(0, SCORES))
     ds = (p * (dp - gl.expand_dims(delta, 0))).to(q.dtype)
-    if DQ:
-        _leave_ds(ds, i, t.ds, W)
+    if DQ:  # leaves this warpgroup's keys of ds, once the buffer is free
+        DS_STAGES: gl.constexpr = t.ds.full.shape[0]
+        place = i % DS_STAGES
+        mbarrier.wait(t.ds.free.index(place), ((i // DS_STAGES) & 1) ^ 1)
+        t.ds.tiles.index(place * 2 + W).store(ds)
+        fence_async_shared()
+        thread_barrier()
+        mbarrier.arrive(t.ds.full.index(place))
     right = gl.convert_layout(ds, LEFT)
     dk = warpgroup_mma(right, q, dk, is_async=True)
     dv, left = warpgroup_mma_wait(1, deps=[dv, left])
@@ -762,17 +743,6 @@ def _pass_turn(counter, turn):
 
 
 @gluon.jit
-def _tile_of_dq(h, nth, own, H, N, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """-> the first query of a head's nth tile of dq for this program, its number, and the last block of keys that adds to it."""
-    start = own.first + (own.count - 1 - nth) * BLOCK_M
-    tile = (own.b * H + h).to(gl.int64) * gl.cdiv(N, BLOCK_M) + start // BLOCK_M
-    last = gl.cdiv(own.S, BLOCK_N) - 1
-    if CAUSAL:
-        last = gl.minimum(gl.cdiv(start + BLOCK_M + own.diagonal, BLOCK_N) - 1, last)
-    return start, tile, last
-
-
-@gluon.jit
 def _in_fours(x):
     """A product (BLOCK_M, BLOCK_D) as rows of four numbers that one thread holds, the neighbours of a warp's one after the other."""
     BLOCK_M: gl.constexpr = x.shape[0]
@@ -790,7 +760,7 @@ def _from_fours(x, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, LAYOUT: gl.cons
 
 @gluon.jit
 def _add_up(
-    dq_ptr, dq_stride_b, dq_stride_h, dq_stride_n, dq_stride_d, sums_ptr, turns_ptr, t, own, H, N, dq_scale,
+    dq_out, sums_ptr, turns_ptr, t, own, H, N, dq_scale,
     D: gl.constexpr, MEMBERS: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """This program's part of dq, tile by tile, added to those of the programs before it."""
@@ -808,7 +778,11 @@ def _add_up(
         h = own.head + member
         for nth in range(own.count):
             i = member * own.count + nth
-            start, tile, last = _tile_of_dq(h, nth, own, H, N, CAUSAL, BLOCK_M, BLOCK_N)
+            start = own.first + (own.count - 1 - nth) * BLOCK_M
+            tile = (own.b * H + h).to(gl.int64) * gl.cdiv(N, BLOCK_M) + start // BLOCK_M
+            last = gl.cdiv(own.S, BLOCK_N) - 1  # block of keys that adds to this tile
+            if CAUSAL:
+                last = gl.minimum(gl.cdiv(start + BLOCK_M + own.diagonal, BLOCK_N) - 1, last)
             slot = _await(t.ds, i)
             zeros = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, layout=OUT)
             left, right = (
@@ -836,10 +810,12 @@ def _add_up(
                     dq = dq + _from_fours(gl.load(sums, cache_modifier=".cg"), BLOCK_M, BLOCK_D, OUT)
                 rows = start + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, OUT))
                 offs_d = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, OUT))
-                base = dq_ptr + own.b.to(gl.int64) * dq_stride_b + h.to(gl.int64) * dq_stride_h
-                at = gl.expand_dims(rows.to(gl.int64) * dq_stride_n, 1) + gl.expand_dims(offs_d * dq_stride_d, 0)
+                base = dq_out.ptr + own.b.to(gl.int64) * dq_out.stride_b + h.to(gl.int64) * dq_out.stride_h
+                at = gl.expand_dims(rows.to(gl.int64) * dq_out.stride_n, 1) + gl.expand_dims(
+                    offs_d * dq_out.stride_d, 0
+                )
                 exists = gl.expand_dims(rows < N, 1) & gl.expand_dims(offs_d < D, 0)
-                gl.store(base + at, (dq * dq_scale).to(dq_ptr.dtype.element_ty), mask=exists)
+                gl.store(base + at, (dq * dq_scale).to(dq_out.ptr.dtype.element_ty), mask=exists)
             elif block == 0:
                 gl.store(sums, own_part)
             else:  # the only one that adds: in one instruction, which nobody waits for
@@ -855,7 +831,7 @@ def _flash_attention_bwd_hopper_kernel(
     q, k, v, do,  # tensor descriptors: (B, H, N, D) for q and do, (B, H / GROUP, S, D) for k and v
     lse, delta,  # descriptors of (B * H * n_padded,): the queries' rows, padded; +inf and 0 beyond N
     dk, dv,  # descriptors: (B, H / GROUP * PARTS, S, D): of each part of the heads that share a key head
-    dq_ptr, dq_stride_b, dq_stride_h, dq_stride_n, dq_stride_d,  # (B, H, N, D), if DQ
+    dq,  # Rows of (B, H, N, D), if DQ
     sums_ptr,  # dq unscaled, in float32: (B, H, tiles of queries, BLOCK_M * BLOCK_D), see _in_fours; if DQ
     turns_ptr,  # (B, H, tiles of queries): zeros, before and afterwards; if DQ
     B, H, N, S, n_padded, section,
@@ -872,8 +848,15 @@ def _flash_attention_bwd_hopper_kernel(
     BLOCK_N: gl.constexpr = WARPGROUPS * ROWS
     block, head = _place(gl.program_id(0), gl.cdiv(S, BLOCK_N), B * (H // MEMBERS), section, False)
     b, part = head // (H // MEMBERS), head % (H // MEMBERS)
-    first, masked, count = _visitors(block * BLOCK_N, N, S - N, CAUSAL, BLOCK_M, BLOCK_N)
-    own = Keys(b, part, part * MEMBERS, block * BLOCK_N, first, masked, count, S - N, S)
+    start_n, diagonal = block * BLOCK_N, S - N
+    first = 0
+    full = 0
+    if CAUSAL:
+        first = gl.minimum(gl.maximum(start_n - diagonal, 0), N) // BLOCK_M * BLOCK_M
+        full = gl.cdiv(gl.maximum(start_n + BLOCK_N - 1 - diagonal, 0), BLOCK_M) * BLOCK_M
+    count = gl.cdiv(gl.maximum(N - first, 0), BLOCK_M)
+    masked = gl.minimum(gl.cdiv(gl.maximum(full - first, 0), BLOCK_M), count)
+    own = Keys(b, part, part * MEMBERS, start_n, first, masked, count, diagonal, S)
 
     dtype: gl.constexpr = q.dtype
     VECTOR: gl.constexpr = gl.NVMMASharedLayout(0, 32, rank=1)
@@ -918,10 +901,7 @@ def _flash_attention_bwd_hopper_kernel(
             [
                 (_bwd_consume, (dk, dv, t, own, scale, dk_scale, MEMBERS, DQ, CAUSAL, RAGGED, 0)),
                 (_bwd_consume, (dk, dv, t, own, scale, dk_scale, MEMBERS, DQ, CAUSAL, RAGGED, 1)),
-                (_add_up, (
-                    dq_ptr, dq_stride_b, dq_stride_h, dq_stride_n, dq_stride_d, sums_ptr, turns_ptr,
-                    t, own, H, N, dk_scale, D, MEMBERS, CAUSAL,
-                )),
+                (_add_up, (dq, sums_ptr, turns_ptr, t, own, H, N, dk_scale, D, MEMBERS, CAUSAL)),
                 (_bwd_produce, (q, k, v, do, lse, delta, t, own, H, n_padded, MEMBERS, PARTS)),
             ],
             [4, 4, 1],

@@ -18,7 +18,7 @@ Not handled: gradients, which ``kernels.py`` has; tensor descriptors, that promp
 
 from kernelbook import runtime  # before Triton, which it sets up
 from kernelbook.attention.kernels import _capped, _last_key, _packed, _packed_in, _with_sink, block_d
-from kernelbook.attention.kernels_decode import Rows, _tile_of
+from kernelbook.attention.kernels_decode import _tile_of
 from kernelbook.tiles import dot, is_last_share
 
 # isort: split
@@ -108,10 +108,10 @@ def _finish(o_ptrs, o_mask, lse_ptr, sinks_ptr, rows, h, exists, acc, l, m):
 
 @triton.jit(do_not_specialize=["H", "N", "S", "P", "window"])
 def _flash_attention_same_bits_kernel(
-    q_ptr, stride_qb, stride_qh, stride_qn,  # (B, H, N, D) queries, columns contiguous
-    k_ptr, stride_kb, stride_kh, stride_kn, stride_kd,  # (B, H / GROUP, S, D) keys, or (P, H / GROUP, PAGE, D) pages
-    v_ptr, stride_vb, stride_vh, stride_vn, stride_vd,  # the same of values
-    o_ptr, stride_ob, stride_oh, stride_on,  # (B, H, N, D) output, columns contiguous
+    q,  # (B, H, N, D) queries, columns contiguous: Rows, as k, v and o
+    k,  # (B, H / GROUP, S, D) keys, or (P, H / GROUP, PAGE, D) pages
+    v,  # the same of values
+    o,  # (B, H, N, D) output, columns contiguous
     lse_ptr,  # (B, H, N) log2 of the sum of exp2(score), +inf where no key is seen, or None
     lengths_ptr,  # (B,) keys that exist, or None: all of them; (P + 1,) boundaries, if PACKED
     table_ptr, stride_tb,  # (B, S / PAGE) pages, columns contiguous, or None
@@ -128,7 +128,7 @@ def _flash_attention_same_bits_kernel(
     ROWS: tl.constexpr,  # that are kept of a part
     PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    ACC: tl.constexpr = tl.float64 if q_ptr.dtype.element_ty == tl.float64 else tl.float32
+    ACC: tl.constexpr = tl.float64 if q.ptr.dtype.element_ty == tl.float64 else tl.float32
     blocks = tl.cdiv(GROUP * N, BLOCK_M)
     tile, heads = tl.program_id(0), tl.num_programs(0) // blocks
     head = tile % heads
@@ -137,8 +137,6 @@ def _flash_attention_same_bits_kernel(
     length = S
     if lengths_ptr is not None and not PACKED:
         length = tl.minimum(tl.maximum(tl.load(lengths_ptr + b), 0), S).to(tl.int32)
-    k = Rows(k_ptr, stride_kb, stride_kh, stride_kn, stride_kd)
-    v = Rows(v_ptr, stride_vb, stride_vh, stride_vn, stride_vd)
     if PAGE:
         table_ptr += b.to(tl.int64) * stride_tb
 
@@ -148,11 +146,11 @@ def _flash_attention_same_bits_kernel(
     exists = offs_r < GROUP * N
     h, n = h_kv * GROUP + offs_r % GROUP, offs_r // GROUP
     mask = exists[:, None] & (offs_d < D)[None, :]
-    q_ptrs = (q_ptr + b.to(tl.int64) * stride_qb) + h.to(tl.int64)[:, None] * stride_qh
-    q_ptrs += n.to(tl.int64)[:, None] * stride_qn + offs_d[None, :]
-    q = tl.load(q_ptrs, mask=mask, other=0.0)
-    o_ptrs = (o_ptr + b.to(tl.int64) * stride_ob) + h.to(tl.int64)[:, None] * stride_oh
-    o_ptrs += n.to(tl.int64)[:, None] * stride_on + offs_d[None, :]
+    q_ptrs = (q.ptr + b.to(tl.int64) * q.stride_b) + h.to(tl.int64)[:, None] * q.stride_h
+    q_ptrs += n.to(tl.int64)[:, None] * q.stride_n + offs_d[None, :]
+    q_tile = tl.load(q_ptrs, mask=mask, other=0.0)
+    o_ptrs = (o.ptr + b.to(tl.int64) * o.stride_b) + h.to(tl.int64)[:, None] * o.stride_h
+    o_ptrs += n.to(tl.int64)[:, None] * o.stride_n + offs_d[None, :]
     every_row = (b.to(tl.int64) * H + h) * N + n
 
     first_query, stop = first_row // GROUP, (tl.minimum(first_row + BLOCK_M, GROUP * N) - 1) // GROUP + 1
@@ -173,7 +171,7 @@ def _flash_attention_same_bits_kernel(
             first, last = _keys(first_query - begin, stop - begin, diagonal, keys, window, CAUSAL, BLOCK_N)
             for part in range(first // PART, tl.cdiv(last, PART)):
                 part_acc, part_l, part_m = _of_part(
-                    q, k, v, table_ptr, b, h_kv, last_key,
+                    q_tile, k, v, table_ptr, b, h_kv, last_key,
                     begin + tl.maximum(part * PART, first), begin + tl.minimum((part + 1) * PART, last), P, window, scale,
                     D, PAGE, SOFTCAP, ACC, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D,
                 )  # fmt: skip
@@ -186,7 +184,7 @@ def _flash_attention_same_bits_kernel(
         parts = tl.maximum(parts, first_part + 1)  # where nothing is seen one program says so
         if (part >= first_part) & (part < parts):
             part_acc, part_l, part_m = _of_part(
-                q, k, v, table_ptr, b, h_kv, last_seen,
+                q_tile, k, v, table_ptr, b, h_kv, last_seen,
                 tl.maximum(part * PART, first), tl.minimum((part + 1) * PART, last), P, window, scale,
                 D, PAGE, SOFTCAP, ACC, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D,
             )  # fmt: skip

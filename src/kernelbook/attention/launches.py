@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kernelbook import gluon_names, runtime  # before Triton, which it sets up
 from kernelbook.attention import kernels
+from kernelbook.attention.kernels import Rows
 from kernelbook.launch import Block, Descriptor, Launch, block, cdiv, launcher
 from kernelbook.memory import empty, tl_accumulator
 from kernelbook.tensors import aligned_steps, precision, strided
@@ -152,14 +153,9 @@ def scaling(q: Tensor, scale: float | None) -> Scaling:
     return Scaling(sign, size * LOG2_E, size, sign, 1.0)
 
 
-def kernel_args(block: Block | None, tensor: Tensor) -> tuple[Any, ...]:
-    """A tensor as a kernel's arguments: by pointer and strides, or by tensor descriptor where it has a block.
-
-    Gluon's kernels, whose blocks have a layout, take no strides.
-    """
-    if block is None:
-        return (tensor, *tensor.stride())
-    return (Descriptor(tensor, block), 0, 0, 0, 0) if block.layout is None else (Descriptor(tensor, block),)
+def kernel_arg(block: Block | None, tensor: Tensor) -> Rows | Descriptor:
+    """A tensor as a kernel's argument: by pointer and strides, or by tensor descriptor where it has a block."""
+    return Rows(tensor, *tensor.stride()) if block is None else Descriptor(tensor, block)
 
 
 # --- tiles ----------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from torch import Tensor
 from kernelbook import arguments  # before Triton, which it sets up
 from kernelbook.attention import kernels, kernels_decode, kernels_same_bits, launches
 from kernelbook.attention.backward import attention_backward
-from kernelbook.attention.launches import Problem, Tiles, is_readable, kernel_args, like, plain_kernels, readable
+from kernelbook.attention.launches import Problem, Tiles, is_readable, kernel_arg, like, plain_kernels, readable
 from kernelbook.launch import Launch, cdiv, launcher
 from kernelbook.memory import accumulator, counters, empty, tl_accumulator
 from kernelbook.operators import Op
@@ -256,21 +256,21 @@ def run_forward(
             count, row, s = k.shape[0], table.stride(0), s * table.shape[1]
         of_keys, sinks = (t if t is None else t.contiguous() for t in (of_keys, sinks))
         kernel.launch(
-            kernel.grid, q, *q.stride()[:3], k, *k.stride(), v, *v.stride(), o, *o.stride()[:3], lse, of_keys, table, row,
-            partial, semaphores, *q.shape[1:3], s, count, plan.window, scores, sinks,
+            kernel.grid, *(kernel_arg(None, t) for t in (q, k, v, o)), lse, of_keys, table, row, partial, semaphores,
+            *q.shape[1:3], s, count, plan.window, scores, sinks,
         )  # fmt: skip
         return
     if lse is None:  # these kernels always write it
         lse = empty(q.shape[:3], accumulator(q.dtype), q)
     kernel.launch(
-        kernel.grid, *kernel_args(kernel.queries, q), *kernel_args(kernel.keys, k), *kernel_args(kernel.keys, v),
-        *kernel_args(kernel.results, o), lse,
+        kernel.grid, kernel_arg(kernel.queries, q), kernel_arg(kernel.keys, k), kernel_arg(kernel.keys, v),
+        kernel_arg(kernel.results, o), lse,
         *kernel.sizes, *kernel.mask_args(lengths, cu_seqlens, lse), scores, *kernel.sink_args(sinks, lse),
         *kernel.rest_args(q, k, v, o),
     )  # fmt: skip
     if plan.join_sinks is not None:
         launch, grid = plan.join_sinks
-        launch(grid, o, *o.stride(), lse, sinks, *sinks.stride(), *q.shape[1:3])
+        launch(grid, kernel_arg(None, o), lse, sinks, *sinks.stride(), *q.shape[1:3])
 
 
 # --- the operator ---------------------------------------------------------------------------------------------------

@@ -182,8 +182,7 @@ def _run_append(plan: AppendPlan, _: Any, *args: Tensor) -> None:
     if runtime.debug_enabled():
         _check_table("append_to_pages", block_table, lengths, lengths + k.shape[2], k_pages)
     plan.launch(
-        plan.grid, k, *k.stride(), v, *v.stride(), k_pages, *k_pages.stride(), v_pages, *v_pages.stride(),
-        block_table, *block_table.stride(), lengths, *lengths.stride(), *plan.sizes,
+        plan.grid, *(launches.kernel_arg(None, t) for t in (k, v, k_pages, v_pages)), block_table, *block_table.stride(), lengths, *lengths.stride(), *plan.sizes,
     )  # fmt: skip
 
 

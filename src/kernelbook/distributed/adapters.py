@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from kernelbook.distributed.sharding import same_on_all_ranks
+
 __all__ = ["save_adapter"]
 
 
@@ -32,14 +34,10 @@ def save_adapter(model: Any, folder: Path | str, **options: Any) -> None:
         value = parameter.detach()
         if isinstance(value, DTensor):
             value = value.full_tensor()
-        else:
-            least, most = value.clone(), value.clone()
-            dist.all_reduce(least, dist.ReduceOp.MIN)
-            dist.all_reduce(most, dist.ReduceOp.MAX)
-            if not torch.equal(least, most):
-                raise RuntimeError(
-                    f"save_adapter: {name} must be the same on all ranks, and it is not; keep_equal() makes and keeps it so"
-                )
+        elif not same_on_all_ranks(value):
+            raise RuntimeError(
+                f"save_adapter: {name} must be the same on all ranks, and it is not; keep_equal() makes and keeps it so"
+            )
         if dist.get_rank() == 0:
             state[name] = value.cpu()
     if dist.get_rank() == 0:

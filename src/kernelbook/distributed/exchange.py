@@ -213,74 +213,92 @@ class _DispatchPlan:
 
     def __init__(self, ids: torch.Tensor, num_experts: int, share: int, group: dist.ProcessGroup) -> None:
         self.ids, self.num_experts, self.share, self.group = ids, num_experts, share, group
+        self.versions = with_versions(ids)
         self.counts = torch.empty(2, dist.get_world_size(group), 2, dtype=torch.int32, device=ids.device)
 
-    def dispatch(self, rows: torch.Tensor) -> torch.Tensor:
-        out = rows.new_empty(sum(self.received), *rows.shape[1:])
-        dist.all_to_all_single(out, rows, self.received, self.sent, group=self.group)
+    def _travel(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        out = rows.new_empty(sum(received), *rows.shape[1:])
+        dist.all_to_all_single(out, rows, received, sent, group=self.group)
         return out
 
-    def combine(self, rows: torch.Tensor) -> torch.Tensor:
-        out = rows.new_empty(sum(self.sent), *rows.shape[1:])
-        dist.all_to_all_single(out, rows, self.sent, self.received, group=self.group)
-        return out
+    def dispatch(self, x: torch.Tensor, gates: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """-> pairs (P, H), their weights (P, 1) and ids (P, 1)."""
+        mine, theirs = self.counts.unbind(0)
+        places, firsts = _place(self.ids, self.num_experts, self.share, mine.shape[0], mine)
+        assert firsts is not None
+        dist.all_to_all_single(theirs, mine, group=self.group)
+        sent, received = wait_for_counts(self.counts)
+        self.sent, self.received = ([rows for rows, _ in count] for count in (sent, received))
+        self.pairs = sum(pairs for _, pairs in received)
+        leaving = _Message.empty(sum(self.sent), x, gates)
+        self.places = _send(leaving, x, gates, self.ids, places, firsts, mine, self.num_experts, self.share)
+        whole = self._travel(leaving.whole, self.sent, self.received)
+        arrived = _Message.of(whole, x.shape[1], gates.shape[1], x.dtype, gates.dtype)
+        out, weights, ids, self.slots = _arrive(arrived, theirs, self.pairs)
+        return out, weights, ids
+
+    def dispatch_back(
+        self, drows: torch.Tensor, dweights: torch.Tensor, dx: torch.Tensor, dgates: torch.Tensor
+    ) -> None:
+        check_versions(self.versions)
+        top_k = self.ids.shape[1]
+        leaving = _Message.empty(sum(self.received), drows, dweights.expand(-1, top_k))
+        _combine(drows, self.slots, leaving.rows, dweights, leaving.weights)
+        whole = self._travel(leaving.whole, self.received, self.sent)
+        arrived = _Message.of(whole, drows.shape[1], top_k, drows.dtype, dweights.dtype)
+        _combine(arrived.rows, self.places, dx, arrived.weights, dgates, self.ids, self.share, self.num_experts)
+
+    def combine(self, pairs: torch.Tensor, out: torch.Tensor) -> None:
+        leaving = pairs.new_empty(sum(self.received), pairs.shape[1])
+        _combine(pairs, self.slots, leaving)
+        _combine(self._travel(leaving, self.received, self.sent), self.places, out)
+
+    def combine_back(self, grad: torch.Tensor) -> torch.Tensor:
+        leaving = grad.new_empty(sum(self.sent), grad.shape[1])
+        _spread(grad, self.places, leaving)
+        pairs = grad.new_empty(self.pairs, grad.shape[1])
+        _spread(self._travel(leaving, self.sent, self.received), self.slots, pairs)
+        return pairs
 
 
 class _Dispatch(torch.autograd.Function):
-    """Tokens (T, H) and gates (T, k) -> pairs (P, H), their weights (P, 1) and ids (P, 1), on the ranks of their experts."""
+    """Tokens (T, H) and gates (T, k) -> rows, their weights and ids on the ranks of their experts, as a plan brings them there."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, gates: torch.Tensor, plan: _DispatchPlan
+        ctx: Any, x: torch.Tensor, gates: torch.Tensor, plan: Any
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        ctx.plan, ctx.versions = plan, with_versions(plan.ids)
-        mine, theirs = plan.counts.unbind(0)
-        places, firsts = _place(plan.ids, plan.num_experts, plan.share, mine.shape[0], mine)
-        assert firsts is not None
-        dist.all_to_all_single(theirs, mine, group=plan.group)
-        sent, received = wait_for_counts(plan.counts)
-        plan.sent, plan.received = ([rows for rows, _ in count] for count in (sent, received))
-        plan.pairs = sum(pairs for _, pairs in received)
-        leaving = _Message.empty(sum(plan.sent), x, gates)
-        plan.places = _send(leaving, x, gates, plan.ids, places, firsts, mine, plan.num_experts, plan.share)
-        arrived = _Message.of(plan.dispatch(leaving.whole), x.shape[1], gates.shape[1], x.dtype, gates.dtype)
-        out, weights, ids, plan.slots = _arrive(arrived, theirs, plan.pairs)
+        ctx.plan, ctx.tokens, ctx.slots = plan, *gates.shape
+        rows, weights, ids = plan.dispatch(x, gates)
         ctx.mark_non_differentiable(ids)
-        return out, weights, ids
+        return rows, weights, ids
 
     @staticmethod
     def backward(ctx: Any, drows: torch.Tensor, dweights: torch.Tensor, _: Any) -> tuple[Any, ...]:  # type: ignore[override]
-        plan: _DispatchPlan = ctx.plan
-        check_versions(ctx.versions)
-        tokens, top_k = plan.ids.shape
-        leaving = _Message.empty(sum(plan.received), drows, dweights.expand(-1, top_k))
-        _combine(drows.contiguous(), plan.slots, leaving.rows, dweights.contiguous(), leaving.weights)
-        arrived = _Message.of(plan.combine(leaving.whole), drows.shape[1], top_k, drows.dtype, dweights.dtype)
-        dx, dgates = drows.new_empty(tokens, drows.shape[1]), dweights.new_empty(tokens, top_k)
-        _combine(arrived.rows, plan.places, dx, arrived.weights, dgates, plan.ids, plan.share, plan.num_experts)
+        dx, dgates = drows.new_empty(ctx.tokens, drows.shape[1]), dweights.new_empty(ctx.tokens, ctx.slots)
+        ctx.plan.dispatch_back(drows.contiguous(), dweights.contiguous(), dx, dgates)
         return dx, dgates, None
 
 
 class _Combine(torch.autograd.Function):
-    """Results of the pairs (P, H) -> their sums (T, H), where the tokens came from."""
+    """Results of the rows -> their sums (T, H), where the tokens came from."""
 
     @staticmethod
-    def forward(ctx: Any, pairs: torch.Tensor, plan: _DispatchPlan) -> torch.Tensor:
+    def forward(ctx: Any, rows: torch.Tensor, tokens: int, plan: Any) -> torch.Tensor:
         ctx.plan = plan
-        leaving = pairs.new_empty(sum(plan.received), pairs.shape[1])
-        _combine(pairs.contiguous(), plan.slots, leaving)
-        out = pairs.new_empty(plan.places.shape[0], pairs.shape[1])
-        _combine(plan.combine(leaving), plan.places, out)
+        out = rows.new_empty(tokens, rows.shape[1])
+        plan.combine(rows.contiguous(), out)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        plan: _DispatchPlan = ctx.plan
-        leaving = grad.new_empty(sum(plan.sent), grad.shape[1])
-        _spread(grad.contiguous(), plan.places, leaving)
-        pairs = grad.new_empty(plan.pairs, grad.shape[1])
-        _spread(plan.dispatch(leaving), plan.slots, pairs)
-        return pairs, None
+        return ctx.plan.combine_back(grad.contiguous()), None, None
+
+
+def through(experts: Callable[..., torch.Tensor], x: torch.Tensor, gates: torch.Tensor, plan: Any) -> torch.Tensor:
+    """-> (T, H): tokens go to their experts and results come back, both as ``plan`` says."""
+    rows, weights, ids = _Dispatch.apply(x.contiguous(), gates.contiguous(), plan)
+    return _Combine.apply(experts(rows, ids, weights), x.shape[0], plan)  # type: ignore[no-any-return]
 
 
 def wait_for_counts(counts: torch.Tensor) -> list[Any]:
@@ -319,71 +337,52 @@ def exchange(
     Returns:
         (T, H) in the dtype of ``experts``' result.
     """
-    plan = _DispatchPlan(expert_ids.contiguous(), num_experts, share, group)
-    rows, weights, ids = _Dispatch.apply(x.contiguous(), gates.contiguous(), plan)
-    result: torch.Tensor = _Combine.apply(experts(rows, ids, weights), plan)
-    return result
+    return through(experts, x, gates, _DispatchPlan(expert_ids.contiguous(), num_experts, share, group))
 
 
 # --- everything everywhere ------------------------------------------------------------------------------------------
 
 
-def _everywhere(tensor: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, Any]:
-    out = tensor.new_empty(dist.get_world_size(group) * tensor.shape[0], *tensor.shape[1:])
-    return out, all_gather(out, tensor.contiguous(), group=group, async_op=True)
+class _EveryRankPlan:
+    """The rows of all ranks, rank by rank, with weights and with ids of the ``own`` experts from ``first`` on; backwards each rank
+    gets the sums of its own rows."""
 
+    def __init__(self, ids: torch.Tensor, num_experts: int, share: int, group: dist.ProcessGroup) -> None:
+        self.ids, self.num_experts, self.group = ids, num_experts, group
+        self.first = dist.get_rank(group) * share
+        self.own = max(min(share, num_experts - self.first), 0)
 
-def _home(tensor: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, Any]:
-    out = tensor.new_empty(tensor.shape[0] // dist.get_world_size(group), *tensor.shape[1:])
-    return out, reduce_scatter(out, tensor.contiguous(), group=group, async_op=True)
+    def gather(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """-> the tensors of all ranks one behind the other, and what to wait for."""
+        out = tensor.new_empty(dist.get_world_size(self.group) * tensor.shape[0], *tensor.shape[1:])
+        return out, all_gather(out, tensor, group=self.group, async_op=True)
 
-
-class _Everywhere(torch.autograd.Function):
-    """The rows of all ranks, rank by rank, with weights and with ids of ``own`` experts; backward each rank gets the sums of
-    its own rows."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, gates: torch.Tensor, ids: torch.Tensor, first: int, own: int, num_experts: int,
-        group: dist.ProcessGroup,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-        ctx.group = group
-        top_k = ids.shape[1]
+    def dispatch(self, x: torch.Tensor, gates: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        top_k = self.ids.shape[1]
         message = _Message.empty(x.shape[0], x[:, :0], gates)  # what is small, together
         message.weights.copy_(gates)
-        message.ids[:, :top_k].copy_(ids)
-        (whole, one), (rows, two) = _everywhere(message.whole, group), _everywhere(x, group)
+        message.ids[:, :top_k].copy_(self.ids)
+        (whole, one), (rows, two) = self.gather(message.whole), self.gather(x)
         one.wait()
-        weights, local = _own(_Message.of(whole, 0, top_k, x.dtype, gates.dtype), first, own, num_experts)
+        arrived = _Message.of(whole, 0, top_k, x.dtype, gates.dtype)
+        weights, local = _own(arrived, self.first, self.own, self.num_experts)
         two.wait()
-        ctx.mark_non_differentiable(local)
         return rows, weights, local
 
-    @staticmethod
-    def backward(ctx: Any, drows: torch.Tensor, dweights: torch.Tensor, _: Any) -> tuple[Any, ...]:  # type: ignore[override]
-        started = [
-            _home(grad, ctx.group) if needed else None
-            for grad, needed in zip((drows, dweights), ctx.needs_input_grad[:2], strict=True)
-        ]
-        for found in started:
-            if found is not None:
-                found[1].wait()
-        return (*(None if found is None else found[0] for found in started), *(None,) * 5)
+    def dispatch_back(
+        self, drows: torch.Tensor, dweights: torch.Tensor, dx: torch.Tensor, dgates: torch.Tensor
+    ) -> None:
+        pairs = ((dx, drows), (dgates, dweights))
+        for work in [reduce_scatter(out, grad, group=self.group, async_op=True) for out, grad in pairs]:
+            work.wait()
 
+    def combine(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        reduce_scatter(out, rows, group=self.group)
 
-class _Home(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        out, work = _home(rows, group)
+    def combine_back(self, grad: torch.Tensor) -> torch.Tensor:
+        rows, work = self.gather(grad)
         work.wait()
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        out, work = _everywhere(grad, ctx.group)
-        work.wait()
-        return out, None
+        return rows
 
 
 def exchange_all(
@@ -409,12 +408,9 @@ def exchange_all(
     Raises:
         RuntimeError: the ranks bring different numbers of tokens; on a GPU the device says so, and later calls raise it.
     """
+    plan = _EveryRankPlan(expert_ids, num_experts, share, group)
     count = torch.full((1,), x.shape[0], device=x.device)
-    told, work = _everywhere(count, group)
+    told, work = plan.gather(count)
     work.wait()
     torch._assert_async((told == count).all(), "exchange_all: all ranks must bring as many tokens")
-    first = dist.get_rank(group) * share
-    own = max(min(share, num_experts - first), 0)
-    rows, weights, ids = _Everywhere.apply(x, gates, expert_ids, first, own, num_experts, group)
-    result: torch.Tensor = _Home.apply(experts(rows, ids, weights), group)
-    return result
+    return through(experts, x, gates, plan)

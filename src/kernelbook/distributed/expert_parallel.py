@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from kernelbook import arguments
 from kernelbook.distributed.exchange import exchange, exchange_all
 from kernelbook.distributed.packed import by_expert
 from kernelbook.distributed.windows import exchange_shared, windows_of
@@ -23,7 +22,6 @@ from kernelbook.tensors import reshaped
 __all__ = ["ExpertParallel"]
 
 LORA_ATTRIBUTE = "_kernelbook_lora"  # where PEFT's wrappers leave their pairs, see kernelbook.interop.transformers
-GRADIENTS = ("mean", "sum")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +31,6 @@ class _Share:
     num_experts: int
     size: int
     mesh: DeviceMesh
-    divisor: int
     waits: bool
 
     @functools.cached_property
@@ -66,14 +63,12 @@ class ExpertParallel(ParallelStyle):
     out, so that all ranks have the experts of one model whatever their seeds. LoRA pairs that PEFT has put around the module
     stay whole on every rank; :func:`kernelbook.distributed.keep_equal` averages their gradients.
 
-    Every rank brings its own tokens. Compose with ``fully_shard`` over another dimension of a 2-D mesh, or with
+    Every rank brings its own tokens. Gradients of the experts' parameters belong to the mean of the ranks' losses, as
+    ``fully_shard`` and DDP have it for all other parameters. Compose with ``fully_shard`` over another dimension of a 2-D mesh, or with
     ``DistributedDataParallel`` around the whole model, told to ignore the experts' parameters;
     :func:`kernelbook.distributed.keep_equal` averages what these two do not manage.
 
     Args:
-        gradients: ``"mean"``: gradients of the experts' parameters are divided by the ranks of this mesh, so that they
-            belong to the mean of the ranks' losses, as ``fully_shard`` and DDP have it for all other parameters.
-            ``"sum"``: to the sum of the losses, as autograd has it.
         waits: a token travels to the ranks that have experts for it, in buffers of just the size that is needed, for which the
             host waits once in each forward pass. ``False``: the host waits for no device, and a CUDA graph can hold the layer;
             buffers have space for whatever a router may say, as many times more as there are ranks. For few ranks. Where they
@@ -86,10 +81,9 @@ class ExpertParallel(ParallelStyle):
         ValueError: its experts are parallel already, or compressed in a form that is not sharded.
     """
 
-    def __init__(self, *, gradients: str = "mean", waits: bool = True) -> None:
+    def __init__(self, *, waits: bool = True) -> None:
         super().__init__()
-        arguments.check_choice("ExpertParallel", "gradients", gradients, GRADIENTS)
-        self.gradients, self.waits = gradients, waits
+        self.waits = waits
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         if device_mesh.ndim != 1:
@@ -105,7 +99,7 @@ class ExpertParallel(ParallelStyle):
         experts: Any = module
         num_experts, ranks = int(experts.num_experts), device_mesh.size()
         size = -(-num_experts // ranks)
-        share = _Share(num_experts, size, device_mesh, ranks if self.gradients == "mean" else 1, self.waits)
+        share = _Share(num_experts, size, device_mesh, self.waits)
         for name, parts in getattr(module, "parametrizations", {}).items():
             if len(parts) != 1 or not isinstance(parts[0], NF4Parametrization):
                 raise ValueError(
@@ -139,17 +133,17 @@ def _sharded(module: torch.nn.Module, num_experts: int) -> Iterator[tuple[torch.
 @contextlib.contextmanager
 def _on_own_experts(module: torch.nn.Module, share: _Share) -> Iterator[None]:
     """Within the context the module's parameters are this rank's part, as ordinary tensors that autograd follows."""
-    owners: list[tuple[Any, int]] = [(module, share.divisor)]
+    owners: list[Any] = [module]
     lists: Any = module._modules.get("parametrizations")
     for parts in () if lists is None else lists._modules.values():  # of bytes, see ExpertParallel._apply
-        owners += [(parts, 1), (parts._modules["0"], 1)]
+        owners += [parts, parts._modules["0"]]
     replaced: list[tuple[dict[str, Any], str, Any]] = []
-    for owner, divisor in owners:
+    for owner in owners:
         for name, parameter in owner._parameters.items():
             if isinstance(parameter, DTensor):
-                replaced.append((owner._parameters, name, parameter))  # type: ignore[arg-type]
-                local = _Local.apply(parameter, divisor) if parameter.requires_grad else parameter._local_tensor
-                owner._parameters[name] = local  # type: ignore[assignment]
+                replaced.append((owner._parameters, name, parameter))
+                local = _Local.apply(parameter) if parameter.requires_grad else parameter._local_tensor
+                owner._parameters[name] = local
     try:
         with own_pairs(module.__dict__.get(LORA_ATTRIBUTE, {}), share.own, share.num_experts):
             yield
@@ -172,17 +166,16 @@ def own_pairs(handed: dict[str, LoRAPair], own: slice, num_experts: int) -> Iter
 
 
 class _Local(torch.autograd.Function):
-    """A ``DTensor``'s local part, and its gradient's as a ``DTensor``, divided; in a fraction of ``to_local``'s host time."""
+    """A ``DTensor``'s local part; backwards the mean over the ranks, as a ``DTensor``. In a fraction of ``to_local``'s host time."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: DTensor, divisor: int) -> torch.Tensor:
-        ctx.spec, ctx.divisor = parameter._spec, divisor
+    def forward(ctx: Any, parameter: DTensor) -> torch.Tensor:
+        ctx.spec = parameter._spec
         return parameter._local_tensor.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        grad = grad if ctx.divisor == 1 else grad / ctx.divisor
-        return DTensor(grad, ctx.spec, requires_grad=False), None
+    def backward(ctx: Any, grad: torch.Tensor) -> DTensor:  # type: ignore[override]
+        return DTensor(grad / ctx.spec.mesh.size(), ctx.spec, requires_grad=False)
 
 
 def _forward(module: Any, hidden_states: torch.Tensor, expert_ids: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:

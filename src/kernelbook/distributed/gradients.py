@@ -7,20 +7,17 @@
 """
 
 import functools
-import math
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from kernelbook import runtime
-from kernelbook.distributed.exchange import reduce_scatter
-from kernelbook.distributed.sharding import groups_of, hand_out
+from kernelbook.distributed.sharding import hand_out, same_on_all_ranks
 from kernelbook.nn.layers import SparseLinear
 
 __all__ = ["Reduction", "keep_equal", "reduce_active_rows"]
@@ -73,7 +70,7 @@ class Reduction:
     def _take(self, select: Select, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
         part = select(parameter.grad)
-        work = self.start(part.values, self.group) if part.values.nbytes >= AT_ONCE else None
+        work = self._start(part.values) if part.values.nbytes >= AT_ONCE else None
         current = self._current()
         if current is None:
             current = _Pass()
@@ -86,10 +83,10 @@ class Reduction:
         else:
             current.started.append((work, part))
 
-    def start(self, values: torch.Tensor, group: dist.ProcessGroup | None, op: Any = dist.ReduceOp.SUM) -> Any:
+    def _start(self, values: torch.Tensor) -> Any:
         """Start an all-reduce, and count it; return what to wait for."""
         self.bytes += values.nbytes
-        return dist.all_reduce(values, op, group=group, async_op=True)
+        return dist.all_reduce(values, group=self.group, async_op=True)
 
     def _finish(self, current: _Pass) -> None:
         small, started, ranks = current.small, current.started, dist.get_world_size(self.group)
@@ -97,7 +94,7 @@ class Reduction:
         for dtype in dict.fromkeys(part.values.dtype for part in small):
             parts = [part for part in small if part.values.dtype == dtype]
             together = torch.cat([part.values.reshape(-1) for part in parts])
-            self.start(together, self.group).wait()
+            self._start(together).wait()
             pieces = together.div_(ranks).split([part.values.numel() for part in parts])
             for part, piece in zip(parts, pieces, strict=True):
                 part.values.copy_(piece.view_as(part.values))
@@ -139,99 +136,10 @@ def _active_rows(layer: SparseLinear, grad: torch.Tensor) -> _Part:
     if grad.is_sparse or ids is None or layer.mode == "dense":
         return _all_of(grad)
     grad, chunk = grad.detach(), layer.chunk_size
-    if grad.shape[0] % chunk == 0:
-        chunks, places = grad.view(-1, chunk, *grad.shape[1:]), ids
-    else:  # the last chunk is a shorter one: row by row, where rows past the end stand for the last row
-        chunks = grad
-        rows = (ids[:, None] * chunk + torch.arange(chunk, device=ids.device)).reshape(-1)
-        places = rows.clamp_(max=grad.shape[0] - 1)
-    values = chunks.index_select(0, places)
-    return _Part(values, lambda: chunks.index_copy_(0, places, values))
-
-
-class _Columns(NamedTuple):
-    """A parameter's place in what FSDP2 reduces, (ranks, columns): from ``start`` on ``rows`` rows of ``width`` a rank."""
-
-    start: int
-    rows: int
-    width: int
-    layer: SparseLinear | None
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.rows * self.width
-
-
-class _ActiveReduceScatter:
-    """FSDP2's reduce-scatter, in which the sparse layers take part with their active rows: they are reduced everywhere.
-
-    An all-reduce sends a row twice, once to be added up and once back, and so active rows go this way where they are less than
-    half of all. Where a row belongs only the device knows: each rank takes its own and adds nothing in place of the others.
-    """
-
-    def __init__(self, parameters: Any, reduction: Reduction) -> None:
-        self.parameters, self.reduction = parameters, reduction
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: Any,
-        async_op: bool = False,
-    ) -> Any:  # fmt: skip
-        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-        whole = input_tensor.view(ranks, -1)
-        columns = self._columns(whole.shape[1])
-        sparse = [part for part in columns if part.layer is not None and _saves(part.layer)]
-        if not sparse:
-            return reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
-        found = []
-        for part in sparse:
-            layer: Any = part.layer
-            rows = (layer.active_chunks[:, None] * layer.chunk_size).long()
-            rows = (rows + torch.arange(layer.chunk_size, device=rows.device)).reshape(-1)
-            there = rows < layer.out_features  # the last chunk may be a shorter one
-            rows = rows.clamp(max=layer.out_features - 1)
-            owner, local = rows // part.rows, rows % part.rows
-            values = whole[:, part.start : part.stop].unflatten(1, (part.rows, part.width))[owner, local]
-            found.append((part, there & (owner == rank), local, values))
-        together = torch.cat([values.reshape(-1) for *_, values in found])
-        work = self.reduction.start(together, group, op)
-        rest = [part for part in columns if part not in sparse]
-        if rest:
-            dense = torch.cat([whole[:, part.start : part.stop] for part in rest], dim=1)
-            out = dense.new_empty(dense.shape[1])
-            reduce_scatter(out, dense.view(-1), group=group, op=op)
-            for part, piece in zip(rest, out.split([part.stop - part.start for part in rest]), strict=True):
-                output_tensor[part.start : part.stop] = piece
-        work.wait()
-        for (part, mine, local, values), piece in zip(
-            found, together.split([values.numel() for *_, values in found]), strict=True
-        ):
-            own = torch.where(mine[:, None], piece.view_as(values), 0)
-            output_tensor[part.start : part.stop].zero_().view(part.rows, part.width).index_add_(0, local, own)
-        return None
-
-    def _columns(self, total: int) -> list[_Columns]:
-        columns, start = [], 0
-        for parameter in self.parameters:
-            if not parameter.sharded_param.requires_grad:
-                continue
-            rows, *width = parameter.padded_sharded_param_size
-            info = parameter._module_info
-            layer = info.module if isinstance(info.module, SparseLinear) else None
-            columns.append(_Columns(start, rows, math.prod(width), layer))
-            start = columns[-1].stop
-        if start != total:
-            raise RuntimeError(
-                "reduce_active_rows: all parameters that one fully_shard manages must have gradients, and some have none"
-            )
-        return columns
-
-
-def _saves(layer: SparseLinear) -> bool:
-    ids = layer.active_chunks
-    return ids is not None and layer.mode != "dense" and 2 * ids.numel() * layer.chunk_size < layer.out_features
+    rows = (ids[:, None] * chunk + torch.arange(chunk, device=ids.device)).reshape(-1)
+    rows = rows.clamp_(max=grad.shape[0] - 1)  # of a shorter last chunk those past the end stand for the last row
+    values = grad.index_select(0, rows)
+    return _Part(values, lambda: grad.index_copy_(0, rows, values))
 
 
 def reduce_active_rows(module: torch.nn.Module, group: dist.ProcessGroup | None = None) -> Reduction:
@@ -242,15 +150,12 @@ def reduce_active_rows(module: torch.nn.Module, group: dist.ProcessGroup | None 
         reduction = reduce_active_rows(model)
         model = DistributedDataParallel(model)  # the other parameters; it leaves these alone
 
-    or, once :func:`kernelbook.distributed.fully_shard` has been applied, ``reduce_active_rows(model)``: then FSDP2's own
-    reduction leaves out the rows that are not active, where they are more than half.
-
     Gradients may be dense or of active rows only (``compact_gradient``). All ranks must have the same ``active_chunks``; with
     ``KERNELBOOK_DEBUG=1`` that is checked. Schedulers that look at gradients after the backward pass see the averages, and
     so choose alike on all ranks. The first rank's parameters are handed out, as DDP does.
 
     Args:
-        module: before it is wrapped by DDP, or after it was sharded.
+        module: before it is wrapped by DDP.
         group: the ranks that share the batch; all of them by default.
 
     Returns:
@@ -259,13 +164,7 @@ def reduce_active_rows(module: torch.nn.Module, group: dist.ProcessGroup | None 
     Raises:
         ValueError: there is no such layer.
     """
-    reduction, ignored, sharded = Reduction(group), [], False
-    for child in module.modules():
-        if isinstance(child, FSDPModule):
-            for parameters in (found.fsdp_params for found in groups_of(child)):
-                if any(isinstance(parameter._module_info.module, SparseLinear) for parameter in parameters):
-                    sharded = True
-                    child.set_custom_reduce_scatter(_ActiveReduceScatter(parameters, reduction))  # type: ignore[arg-type]
+    reduction, ignored = Reduction(group), []
     for name, layer in module.named_modules():
         if not isinstance(layer, SparseLinear):
             continue
@@ -275,26 +174,20 @@ def reduce_active_rows(module: torch.nn.Module, group: dist.ProcessGroup | None 
             hand_out(parameter, group, parameter.device)
             reduction.add(parameter, functools.partial(_checked, layer, group))
             ignored.append(f"{name}.{own}" if name else own)
-    if not ignored and not sharded:
+    if not ignored:
         raise ValueError(
             f"reduce_active_rows: module must have SparseLinear layers with gradients of their own, got "
             f"{type(module).__name__} without"
         )
-    if not ignored:
-        return reduction
     before = getattr(module, "_ddp_params_and_buffers_to_ignore", [])
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, [*before, *ignored])
     return reduction
 
 
 def _checked(layer: SparseLinear, group: dist.ProcessGroup | None, grad: torch.Tensor) -> _Part:
-    if runtime.debug_enabled() and layer.active_chunks is not None:
-        ids = layer.active_chunks.to(torch.int64)
-        least, most = ids.clone(), ids.clone()
-        dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-        if not torch.equal(least, most):
-            raise ValueError("reduce_active_rows: active_chunks must be the same on all ranks, and they are not")
+    ids = layer.active_chunks
+    if runtime.debug_enabled() and ids is not None and not same_on_all_ranks(ids.to(torch.int64), group):
+        raise ValueError("reduce_active_rows: active_chunks must be the same on all ranks, and they are not")
     return _active_rows(layer, grad)
 
 

@@ -14,10 +14,9 @@ from torch.nn.utils import parametrize
 
 from kernelbook.nf4 import NF4Tensor
 from kernelbook.nn.parameters import NF4Parametrization
+from kernelbook.packed import NESTED_BLOCK
 
 __all__ = ["ExpertBytes", "by_expert"]
-
-NESTED_BLOCK = 256  # absmax values that share one nested absmax
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -66,11 +65,7 @@ def _own_scales(q: NF4Tensor) -> NF4Tensor:
     """``q`` with no scale of scales that two experts share: where they do, absmax in float32, which changes no bit."""
     if q.nested_absmax is None or (q.absmax.shape[0] // q.shape[0]) % NESTED_BLOCK == 0:
         return q
-    assert q.nested_code is not None
-    scales = q.nested_absmax.repeat_interleave(NESTED_BLOCK)[: q.absmax.shape[0]]
-    absmax = q.nested_code[q.absmax.long()] * scales
-    absmax = absmax if q.nested_offset is None else absmax + q.nested_offset
-    return dataclasses.replace(q, absmax=absmax, nested_absmax=None, nested_code=None, nested_offset=None)
+    return dataclasses.replace(q, absmax=q.scales(), nested_absmax=None, nested_code=None, nested_offset=None)
 
 
 def by_expert(module: torch.nn.Module) -> int:

@@ -46,8 +46,9 @@ def fully_shard(module: torch.nn.Module, **options: Any) -> Any:
     with _integers_are_constants():
         sharded = fsdp.fully_shard(module, **options)
     if _old():
-        for parameters in groups_of(sharded):
-            for parameter in parameters.fsdp_params:
+        state = sharded._get_fsdp_state()  # type: ignore[attr-defined]
+        for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+            for parameter in () if group is None else group.fsdp_params:
                 if not parameter.sharded_param.is_floating_point():
                     parameter.init_dtype_attrs = types.MethodType(_keep_dtype, parameter)
     return sharded
@@ -62,6 +63,14 @@ def hand_out(tensor: torch.Tensor, group: dist.ProcessGroup | None, device: torc
     dist.broadcast(moved, 0 if group is None else dist.get_global_rank(group, 0), group=group)
     if moved.data_ptr() != local.data_ptr():
         local.copy_(moved)
+
+
+def same_on_all_ranks(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> bool:
+    """Return whether all ranks of the group have the same values. A collective."""
+    least, most = tensor.clone(), tensor.clone()
+    dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+    return torch.equal(least, most)
 
 
 # --- torch before 2.12 ----------------------------------------------------------------------------------------------
@@ -87,10 +96,3 @@ def _integers_are_constants() -> contextlib.AbstractContextManager[Any]:
 def _keep_dtype(parameter: Any, policy: fsdp.MixedPrecisionPolicy) -> None:
     parameter.orig_dtype = parameter.sharded_param.dtype
     parameter.param_dtype = parameter.reduce_dtype = None
-
-
-def groups_of(module: Any) -> list[Any]:
-    """Return the groups of parameters that ``fully_shard`` manages for a module."""
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    return [group for group in groups if group is not None]

@@ -24,12 +24,13 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from kernelbook.distributed.exchange import _bits, _combine, _launch, _place, _sizes
+from kernelbook.distributed.exchange import _bits, _combine, _launch, _place, _sizes, through
 from kernelbook.tensors import check_versions, with_versions
 
 __all__ = ["Windows", "exchange_shared", "windows_of"]
@@ -159,7 +160,8 @@ def windows_of(group: dist.ProcessGroup, device: torch.device) -> Windows | None
     """Return the windows of the group; ``None`` where its ranks cannot reach each other's memory. A collective, the first time."""
     if group not in _found:
         index = torch.cuda.current_device() if device.type == "cuda" else 0
-        about = (socket.gethostname(), _boot(), os.environ.get("CUDA_VISIBLE_DEVICES"), device.type)
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()  # containers of several machines can have one name
+        about = (socket.gethostname(), boot, os.environ.get("CUDA_VISIBLE_DEVICES"), device.type)
         all_of: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(all_of, (about, index), group=group)
         reachable = len({about for about, _ in all_of}) == 1
@@ -175,15 +177,6 @@ def windows_of(group: dist.ProcessGroup, device: torch.device) -> Windows | None
     return _found[group]
 
 
-def _boot() -> str:
-    """Containers of one machine can have one name."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read()
-    except OSError:
-        return ""
-
-
 # --- launches -------------------------------------------------------------------------------------------------------
 
 
@@ -195,6 +188,7 @@ class _WindowDispatchPlan:
 
     def __init__(self, windows: Windows, ids: torch.Tensor, num_experts: int, share: int) -> None:
         self.windows, self.ids, self.num_experts, self.share = windows, ids, num_experts, share
+        self.versions = with_versions(ids)
         self.own = max(min(share, num_experts - windows.rank * share), 0)
         self.capacity = windows.max_tokens_over_ranks(ids.shape[0])
 
@@ -204,6 +198,38 @@ class _WindowDispatchPlan:
         found = _layout(self.windows.ranks, self.capacity, row, weights, top_k * 4)
         self.windows.ensure(found.size)
         return found
+
+    def dispatch(self, x: torch.Tensor, gates: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """-> rows (n C, H), their weights and ids (n C, k)."""
+        self.gates, layout, windows = gates.detach(), self.layout(x, gates), self.windows
+        place = windows.addresses[0], windows.rank, layout.capacity
+        self.places, _ = _place(self.ids, self.num_experts, self.share, windows.ranks, None, *place)
+        _put(self, layout, x, gates)
+        windows.barrier()
+        return _take(self, layout, x, gates)
+
+    def dispatch_back(
+        self, drows: torch.Tensor, dweights: torch.Tensor, dx: torch.Tensor, dgates: torch.Tensor
+    ) -> None:
+        check_versions(self.versions)
+        layout = self.layout(drows, dweights)
+        _give(self, layout, drows, dweights)
+        self.windows.barrier()
+        _sums(self, layout, dx, dgates)
+
+    def combine(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        layout = self.layout(rows, self.gates)
+        _give(self, layout, rows, None)
+        self.windows.barrier()
+        _sums(self, layout, out, None)
+
+    def combine_back(self, grad: torch.Tensor) -> torch.Tensor:
+        layout = self.layout(grad, self.gates)
+        _put(self, layout, grad, None)
+        self.windows.barrier()
+        (rows,) = _take(self, layout, grad, None)
+        self.windows.barrier()
+        return rows
 
 
 def _put(plan: _WindowDispatchPlan, layout: _Layout, x: torch.Tensor, gates: torch.Tensor | None) -> None:
@@ -270,70 +296,6 @@ def _sums(plan: _WindowDispatchPlan, layout: _Layout, out: torch.Tensor, weights
     )
 
 
-# --- there and back -------------------------------------------------------------------------------------------------
-
-
-class _Dispatch(torch.autograd.Function):
-    """Tokens (T, H) and gates (T, k) -> rows (n C, H), their weights and ids (n C, k), on the ranks of their experts."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, gates: torch.Tensor, plan: _WindowDispatchPlan
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        ctx.plan, ctx.versions, windows = plan, with_versions(plan.ids), plan.windows
-        layout = plan.layout(x, gates)
-        plan.places, _ = _place(
-            plan.ids,
-            plan.num_experts,
-            plan.share,
-            windows.ranks,
-            None,
-            windows.addresses[0],
-            windows.rank,
-            layout.capacity,
-        )
-        _put(plan, layout, x, gates)
-        windows.barrier()
-        rows, weights, ids = _take(plan, layout, x, gates)
-        ctx.mark_non_differentiable(ids)
-        return rows, weights, ids
-
-    @staticmethod
-    def backward(ctx: Any, drows: torch.Tensor, dweights: torch.Tensor, _: Any) -> tuple[Any, ...]:  # type: ignore[override]
-        plan: _WindowDispatchPlan = ctx.plan
-        check_versions(ctx.versions)
-        layout, (tokens, top_k) = plan.layout(drows, dweights), plan.ids.shape
-        _give(plan, layout, drows.contiguous(), dweights.contiguous())
-        plan.windows.barrier()
-        dx, dgates = drows.new_empty(tokens, drows.shape[1]), dweights.new_empty(tokens, top_k)
-        _sums(plan, layout, dx, dgates)
-        return dx, dgates, None
-
-
-class _Combine(torch.autograd.Function):
-    """Results of the rows (n C, H) -> their sums (T, H), where the tokens came from."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, plan: _WindowDispatchPlan) -> torch.Tensor:
-        ctx.plan, ctx.weights = plan, weights
-        layout = plan.layout(rows, weights)
-        _give(plan, layout, rows.contiguous(), None)
-        plan.windows.barrier()
-        out = rows.new_empty(plan.ids.shape[0], rows.shape[1])
-        _sums(plan, layout, out, None)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        plan: _WindowDispatchPlan = ctx.plan
-        layout = plan.layout(grad, ctx.weights)
-        _put(plan, layout, grad.contiguous(), None)
-        plan.windows.barrier()
-        (rows,) = _take(plan, layout, grad, None)
-        plan.windows.barrier()
-        return rows, None, None
-
-
 def exchange_shared(
     experts: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
     x: torch.Tensor,
@@ -354,8 +316,4 @@ def exchange_shared(
     Args: as ``exchange.exchange``; ``experts`` is called with k slots a row, of which ids equal to this rank's number of experts
         are to be skipped.
     """
-    plan = _WindowDispatchPlan(windows, expert_ids.contiguous(), num_experts, share)
-    gates = gates.contiguous()
-    rows, weights, ids = _Dispatch.apply(x.contiguous(), gates, plan)
-    result: torch.Tensor = _Combine.apply(experts(rows, ids, weights), weights.detach(), plan)
-    return result
+    return through(experts, x, gates, _WindowDispatchPlan(windows, expert_ids.contiguous(), num_experts, share))

@@ -8,10 +8,9 @@ from torch.nn.utils import parametrize
 
 from kernelbook import arguments
 from kernelbook.nf4 import NF4Tensor
+from kernelbook.packed import NESTED_BLOCK
 
 __all__ = ["parametrized_weight", "to_bitsandbytes"]
-
-NESTED_BLOCK = 256  # absmax values that share one nested absmax, in both libraries
 
 
 def to_bitsandbytes(q: NF4Tensor) -> tuple[torch.Tensor, QuantState]:

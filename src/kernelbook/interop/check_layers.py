@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from kernelbook.interop.transformers_experts import is_experts, stored
-from kernelbook.nf4 import NF4Tensor, nested_absmax_reference, nf4_dequantize_reference
+from kernelbook.nf4 import NF4Tensor
 from kernelbook.nn.experts import Float8Tensor
 from kernelbook.nn.parameters import is_stored_transposed, stored_weight
 
@@ -110,15 +110,6 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
 # --- weights by name ---
 
 
-def unpacked(q: NF4Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The dense tensor, in plain PyTorch."""
-    absmax = q.absmax
-    if q.nested_absmax is not None:
-        assert q.nested_code is not None and q.nested_offset is not None
-        absmax = nested_absmax_reference(absmax, q.nested_absmax, q.nested_code, q.nested_offset)
-    return nf4_dequantize_reference(q.packed, absmax.to(dtype), q.code, q.shape, q.block_size)
-
-
 class Weights:
     """The weights of ``base`` by their names in a model without wrappers: dense, with LoRA pairs added exactly.
 
@@ -177,7 +168,7 @@ class Weights:
 
         weight = self.stored(name)
         if isinstance(weight, NF4Tensor):
-            dense = unpacked(weight, dtype or torch.float32).to(dtype or weight.dtype)
+            dense = weight.as_float64().to(dtype or weight.dtype)
             dense = dense.transpose(1, 2) if is_stored_transposed(module, leaf) else dense
         elif isinstance(weight, Float8Tensor):
             dense = weight.dequantize(dtype=dtype or self.dtype)

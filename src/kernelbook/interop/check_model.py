@@ -18,7 +18,7 @@ from torch import nn
 
 from kernelbook import check
 from kernelbook.interop import base_model
-from kernelbook.interop.check_layers import Recorder, Weights, unpacked
+from kernelbook.interop.check_layers import Recorder, Weights
 from kernelbook.interop.check_reference import GLUE, Batch, Reference, batch_of, first_of, scalar, shorter_windows
 from kernelbook.interop.check_report import Report
 from kernelbook.nf4 import NF4Tensor, nf4_quantize
@@ -36,7 +36,8 @@ LR = 1e-4
 def _unchanged(base: nn.Module) -> Iterator[None]:
     """Weights, buffers, gradients, modes and random numbers are afterwards what they were; within it nothing is random."""
     trained = [p for p in base.parameters() if p.requires_grad]
-    kept = [(t, t.detach().clone()) for t in (*trained, *_own_buffers(base))]
+    buffers = [b for name, b in base.named_buffers() if "parametrizations" not in name]
+    kept = [(t, t.detach().clone()) for t in (*trained, *buffers)]
     grads = [(p, p.grad) for p in base.parameters()]
     modes = [(module, module.training) for module in base.modules()]
     device = next((p.device for p in base.parameters() if p.device.type == "cuda"), None)
@@ -58,10 +59,6 @@ def _unchanged(base: nn.Module) -> Iterator[None]:
             p.grad = grad
         for module, mode in modes:
             module.training = mode
-
-
-def _own_buffers(base: nn.Module) -> list[torch.Tensor]:
-    return [b for name, b in base.named_buffers() if "parametrizations" not in name]
 
 
 def _without_weights(model: nn.Module) -> nn.Module:
@@ -174,15 +171,14 @@ class _Check:
             return
         for name, before in self.against.named_parameters():
             module, leaf, _ = self.weights.place(name)
-            stored = self.weights.stored(name)
+            stored, before = self.weights.stored(name), before.detach()
             if isinstance(stored, NF4Tensor):
-                self._packed_weight(name, before.detach(), stored, is_stored_transposed(module, leaf))
+                self._packed_weight(name, before.mT if is_stored_transposed(module, leaf) else before, stored)
             elif isinstance(stored, torch.Tensor):
-                error = check.relative_error(stored, before.detach().to(stored.dtype))
+                error = check.relative_error(stored, before.to(stored.dtype))
                 self.report.add("weight", name, error, check.FLOOR[self.weights.dtype])
 
-    def _packed_weight(self, name: str, before: torch.Tensor, q: NF4Tensor, transposed: bool) -> None:
-        before = before.mT if transposed else before
+    def _packed_weight(self, name: str, before: torch.Tensor, q: NF4Tensor) -> None:
         if q.code_name == "nf4":
             anew = nf4_quantize(before, block_size=q.block_size, double_quant=q.nested_absmax is not None)
         elif q.code_name == "e2m1":
@@ -190,9 +186,7 @@ class _Check:
         else:
             self.report.note(f"{name}: packed in {q.code_name}, and not compared with what it was")
             return
-        matrices = (
-            t.reshape(-1, *t.shape[-2:]) for t in (unpacked(q, torch.float32), unpacked(anew, torch.float32), before)
-        )
+        matrices = (t.reshape(-1, *t.shape[-2:]) for t in (q.as_float64(), anew.as_float64(), before))
         for expert, (ours, fresh, ref) in enumerate(zip(*matrices, strict=True)):
             limit = check.FORWARD_FACTOR * check.relative_error(fresh, ref) + check.FLOOR[torch.float32]
             self.report.add("weight", name, check.relative_error(ours, ref), limit, f"expert {expert}")

@@ -137,9 +137,6 @@ class MergeError(NamedTuple):
     of_update: float
 
 
-INTO = ("dense", "mxfp4")
-
-
 @torch.no_grad()
 def merge_experts(model: torch.nn.Module, *, into: str) -> dict[str, MergeError]:
     """Adds the active LoRA pairs to the 4-bit experts' weights of a ``PeftModel``, expert by expert.
@@ -157,7 +154,7 @@ def merge_experts(model: torch.nn.Module, *, into: str) -> dict[str, MergeError]
         ImportError, ValueError: as :func:`check_wrappers`, or weights in another format. Nothing has been changed then.
     """
     op = "merge_experts"
-    arguments.check_choice(op, "into", into, INTO)
+    arguments.check_choice(op, "into", into, ("dense", "mxfp4"))
     found = {}
     for wrapper in check_wrappers(model):
         q = stored(wrapper.get_base_layer(), wrapper.parameter_name)

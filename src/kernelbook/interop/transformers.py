@@ -41,7 +41,7 @@ from kernelbook.interop.transformers_experts import (
 from kernelbook.interop.transformers_fp4 import MXFP4ExpertsConfig
 from kernelbook.interop.transformers_generation import fast_generate
 from kernelbook.interop.transformers_loss import loss_in_pieces
-from kernelbook.interop.transformers_nvfp4 import NVFP4ExpertsConfig, NVFP4Linear
+from kernelbook.interop.transformers_nvfp4 import NVFP4ExpertsConfig
 from kernelbook.interop.transformers_quantizer import NF4ExpertsConfig, NF4ExpertsQuantizer
 from kernelbook.nn.experts import LoRAPair, gated_experts
 from kernelbook.nn.offload import offload_layers, read_layer
@@ -100,22 +100,15 @@ def use_kernels(model: Any) -> Any:
         ImportError, ValueError: versions or a model that this module does not know; then nothing has been changed.
     """
     check_experts(model)
-    wrapped = any(
-        hasattr(module, "lora_A")
-        and (hasattr(module, "parameter_name") or isinstance(getattr(module, "base_layer", None), NVFP4Linear))
-        for module in model.modules()
-    )
-    if wrapped:
-        from kernelbook.interop import peft
-
-        peft.check_wrappers(model)
     base = base_model(model)
     if not hasattr(base, "set_experts_implementation"):
         raise ValueError(f"use_kernels: model must be a transformers model, got {type(model).__name__}")
+    if any(hasattr(module, "lora_A") for module in model.modules()):
+        from kernelbook.interop.peft import use_factors
+
+        use_factors(model)
     register()
     base.set_experts_implementation(NAME)
-    if wrapped:
-        peft.use_factors(model)
     return model
 
 

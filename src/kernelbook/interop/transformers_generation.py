@@ -153,7 +153,7 @@ class _DecodingGraphs:
 
     def _take(self, cache: Any) -> Hashable:
         """Puts the cache's tensors where the graphs of its size read them; says which these are."""
-        theirs = [tensor for layer in cache.layers for tensor in _tensors(layer)]
+        theirs = [t for layer in cache.layers for t in (layer.keys, layer.values, layer.cumulative_length)]
         kind = tuple((tensor.shape, tensor.dtype) for tensor in theirs)
         ours, owner = self._taken.get(kind, ([], lambda: None))
         if not ours or owner() not in (None, cache):
@@ -196,10 +196,6 @@ class _Window(StaticSlidingWindowLayer):
 
 def _is_full(layer: Any) -> bool:
     return bool(layer.cumulative_length_int >= layer.max_cache_len)
-
-
-def _tensors(layer: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return layer.keys, layer.values, layer.cumulative_length
 
 
 def _own(value: Any) -> Any:

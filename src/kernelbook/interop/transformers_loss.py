@@ -1,6 +1,5 @@
 """The loss of a language model of transformers without the logits of all tokens."""
 
-import contextlib
 import inspect
 import weakref
 from typing import Any
@@ -67,7 +66,9 @@ def loss_in_pieces(
     base = base_model(model)
     _refuse_others(base, others)
     if base not in _compared and input_ids.numel():
-        with _nothing_cast_is_kept(input_ids.device.type):
+        device = input_ids.device.type
+        # Under autocast weights that were cast without a gradient would be taken again, and get none.
+        with torch.autocast(device, enabled=torch.is_autocast_enabled(device), cache_enabled=False):
             _compare(base, input_ids)
         _compared.add(base)
     others = {"use_cache": False} | others | {"return_dict": True}
@@ -118,13 +119,6 @@ def _logits(base: Any, hidden: torch.Tensor) -> torch.Tensor:
     if factor is not None:
         logits = logits * factor
     return logits if cap is None else torch.tanh(logits / cap) * cap
-
-
-def _nothing_cast_is_kept(device: str) -> contextlib.AbstractContextManager[object]:
-    """Under autocast weights that were cast without a gradient would be taken again, and get none."""
-    if not torch.is_autocast_enabled(device):
-        return contextlib.nullcontext()
-    return torch.autocast(device, torch.get_autocast_dtype(device), cache_enabled=False)
 
 
 @torch.no_grad()

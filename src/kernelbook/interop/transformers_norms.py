@@ -57,7 +57,7 @@ def rms_norms(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, ty
 
     Instead of the class why there is none, where it is an RMS norm for one argument and takes others too.
     """
-    kinds: dict[type, type[torch.nn.Module] | str | None] = {}
+    taken: dict[type, bool] = {}
     for name, module in model.named_modules():
         kind: Any = type(module)
         weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
@@ -68,15 +68,8 @@ def rms_norms(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, ty
             or not isinstance(eps, float)
         ):
             continue
-        if kind not in kinds:
-            kinds[kind] = _new_class(kind, eps)
-        new = kinds[kind]
-        if new is not None:
-            yield name, module, new
-
-
-def _new_class(kind: Any, eps: float) -> type[torch.nn.Module] | str | None:
-    if not _is_rms_norm(kind, 32, eps):
-        return None
-    others = list(inspect.signature(kind.forward).parameters)[2:]
-    return f"{kind.__name__} takes {' and '.join(others)} too" if others else _on_kernel(kind)
+        if kind not in taken:
+            taken[kind] = _is_rms_norm(kind, 32, eps)
+        if taken[kind]:
+            others = list(inspect.signature(kind.forward).parameters)[2:]
+            yield name, module, f"{kind.__name__} takes {' and '.join(others)} too" if others else _on_kernel(kind)

@@ -9,7 +9,7 @@ reads them as they are; both need this module to be imported, which :mod:`kernel
 import copy
 import dataclasses
 import math
-import weakref
+import types
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from kernelbook import arguments, runtime
 from kernelbook.interop.transformers_experts import check_experts, expert_weights, is_experts, stored, weight_names
 from kernelbook.nf4 import BLOCK_SIZES, NF4, NF4Tensor, nf4_quantize
 from kernelbook.nn.parameters import store_parameter
-from kernelbook.packed import quantized_scales
+from kernelbook.packed import NESTED_BLOCK, quantized_scales
 
 __all__ = [
     "METHOD",
@@ -38,7 +38,6 @@ __all__ = [
 ]
 
 METHOD = "kernelbook_nf4_experts"  # the name in a model's config.json
-NESTED_BLOCK = 256
 
 
 @register_quantization_config(METHOD)
@@ -93,7 +92,7 @@ class ExpertsQuantizer(HfQuantizer):
     def _loaded(model: Any) -> Any:
         # Who prepares a model for training in few bits asks for this name.
         model.is_loaded_in_4bit = True
-        model.num_parameters = _NumParameters(model)
+        model.num_parameters = types.MethodType(num_parameters, model)
         return model
 
     def _is_packed(self, model: Any, weights: Collection[str], packed: Collection[str]) -> bool:
@@ -114,22 +113,13 @@ class ExpertsQuantizer(HfQuantizer):
         return not dense
 
 
-class _NumParameters:
-    """A loaded model's ``num_parameters``: of one that ``is_loaded_in_4bit`` transformers' own asks bitsandbytes."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = weakref.ref(model)
-
-    def __reduce__(self) -> tuple[Any, ...]:  # of a copy, that of the copied model
-        return _NumParameters, (self._model(),)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> int:
-        model: Any = self._model()
-        model.is_loaded_in_4bit = False
-        try:
-            return int(type(model).num_parameters(model, *args, **kwargs))
-        finally:
-            model.is_loaded_in_4bit = True
+def num_parameters(model: Any, *args: Any, **kwargs: Any) -> int:
+    """A loaded model's own: of one that ``is_loaded_in_4bit`` transformers' asks bitsandbytes."""
+    model.is_loaded_in_4bit = False
+    try:
+        return int(type(model).num_parameters(model, *args, **kwargs))
+    finally:
+        model.is_loaded_in_4bit = True
 
 
 @register_quantizer(METHOD)
@@ -150,6 +140,10 @@ class NF4ExpertsQuantizer(ExpertsQuantizer):
         module, name = get_module_from_name(model, param_name)
         return is_experts(module) and name in weight_names(module)
 
+    def quantized(self, weight: torch.Tensor) -> NF4Tensor:
+        settings = self.quantization_config
+        return nf4_quantize(weight, block_size=settings.block_size, double_quant=settings.double_quant)
+
     def get_quantize_ops(self) -> ConversionOps:
         return _Quantize(self)
 
@@ -160,13 +154,20 @@ class NF4ExpertsQuantizer(ExpertsQuantizer):
         """
         if self.pre_quantized:
             return weight_conversions
-        return [_streaming(converter) or converter for converter in weight_conversions]
+        found = []
+        for converter in weight_conversions:
+            found.append(copy.deepcopy(converter) if stacks_experts(converter) else converter)
+            if stacks_experts(converter):
+                found[
+                    -1
+                ].__class__ = _Streaming  # what a converter is made from is another in each version of transformers
+        return found
 
     def _process_model_before_weight_loading(self, model: Any, **others: Any) -> None:
         check_experts(model)
         for _, experts, name in expert_weights(model):
-            if self.pre_quantized:
-                store_parameter(experts, name, _empty(getattr(experts, name), self.quantization_config))
+            if self.pre_quantized:  # without storage
+                store_parameter(experts, name, self.quantized(getattr(experts, name)))
             # transformers would draw new values for what it does not know, through the dense form.
             experts.__dict__["_is_hf_initialized"] = True
 
@@ -255,11 +256,6 @@ class _Filling:
         return dataclasses.replace(q, **quantized_scales(q.absmax)) if self.config.double_quant else q
 
 
-def _empty(weight: torch.Tensor, config: NF4ExpertsConfig) -> NF4Tensor:
-    """The 4-bit form of a parameter without storage, without storage."""
-    return _Filling(tuple(weight.shape), config, torch.device("meta"), weight.dtype).tensor()
-
-
 def _take(model: Any, full_name: str, q: NF4Tensor, missing: set[str] | None) -> dict[str, torch.Tensor]:
     """Puts the tensor into its module; there is nothing left for transformers to set."""
     module, name = get_module_from_name(model, full_name)
@@ -281,10 +277,12 @@ class _Quantize(ConversionOps):
         for name in list(input_dict):
             value = input_dict.pop(name)
             value = value[0] if isinstance(value, list) else value
-            _check_shape(model, name, tuple(value.shape))
-            filling = _Filling(tuple(value.shape), self.quantizer.quantization_config, value.device, value.dtype)
-            filling.put(0, value)
-            _take(model, name, filling.tensor(), missing_keys)
+            module, leaf = get_module_from_name(model, name)
+            expected = tuple(getattr(module, leaf).shape)
+            if value.shape != expected:
+                raise ValueError(f"from_pretrained: {name} must have shape {expected}, got {tuple(value.shape)}")
+            q = self.quantizer.quantized(value.to(runtime.DEVICE)).to(value.device)
+            _take(model, name, q, missing_keys)
         return {}
 
 
@@ -326,13 +324,6 @@ class _Streaming(WeightConverter):
         return _take(model, layer_name, filling.tensor(), None if loading_info is None else loading_info.missing_keys)
 
 
-def _check_shape(model: Any, full_name: str, shape: tuple[int, ...]) -> None:
-    module, name = get_module_from_name(model, full_name)
-    expected = tuple(getattr(module, name).shape)
-    if shape != expected:
-        raise ValueError(f"from_pretrained: {full_name} must have shape {expected}, got {shape}")
-
-
 def stacks_experts(converter: Any) -> bool:
     """Whether a converter stacks the matrices of single experts, one above the other where each has several."""
     if type(converter) is not WeightConverter or len(converter.target_patterns) != 1:
@@ -340,12 +331,3 @@ def stacks_experts(converter: Any) -> bool:
     kinds = [(type(op), getattr(op, "dim", None)) for op in converter.operations]
     several = len(converter.source_patterns) > 1
     return kinds == [(MergeModulelist, 0), (Concatenate, 1)][: 1 + several]
-
-
-def _streaming(converter: Any) -> _Streaming | None:
-    """The converter that does the same piece by piece; ``None`` for one that does something else."""
-    if not stacks_experts(converter):
-        return None
-    new: Any = copy.deepcopy(converter)
-    new.__class__ = _Streaming  # what a converter is made from is another in each version of transformers
-    return new

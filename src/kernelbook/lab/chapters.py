@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 import torch
 
-from kernelbook import check, runtime
+from kernelbook import check
 from kernelbook.lab import measured, plots, record, timing
 from kernelbook.lab.judge import judge
 from kernelbook.lab.tasks import Task
@@ -36,7 +36,7 @@ __all__ = [
 # Providers of the figures of attention, in their order; the plain variant where it is another kernel.
 ATTENTION = (
     *("kernelbook", "kernelbook:plain", "sdpa_flash", "sdpa_cudnn"),
-    *("flash_attention_4", "flash_attention_4:one_order", "flex"),
+    *("flash_attention_3", "flash_attention_4", "flash_attention_4:one_order", "flex"),
 )
 # The shapes of the tables of attention.
 NAMED = (
@@ -146,26 +146,8 @@ def timed_steps(
 def own_rows(
     cases: Iterable[timing.Case], *, stem: str = "", keep: bool = False, rep_ms: float = 100.0
 ) -> pd.DataFrame:
-    """What the GPU at hand takes, checked; no row without a GPU, where the cases are checked all the same.
-
-    Args:
-        cases: what is measured.
-        stem: of the file in ``book/results/<gpu>`` that the rows are for.
-        keep: write the rows there, and the ceilings beside them.
-
-    Raises:
-        RuntimeError: a case failed.
-    """
-    gpu = runtime.DEVICE.type == "cuda"
-    rows, failures = timing.run_cases(cases, stem=stem, progress=False, rep_ms=rep_ms if gpu else 1.0)
-    if failures:
-        raise RuntimeError("own_rows: " + "; ".join(failures))
-    if gpu and keep:
-        folder = record.results_dir() / record.device_slug()
-        ceilings = timing.ceilings_row(timing.measure_ceilings(), rows["run"].iloc[0])
-        record.write_results(folder / f"{stem}.csv", rows)
-        record.write_results(folder / "ceilings.csv", ceilings, key=("run",))
-    return rows if gpu else rows.iloc[:0]
+    """What the GPU at hand takes, checked: :func:`kernelbook.lab.timing.time_steps`, whose rows are written where ``keep`` is set."""
+    return timing.time_steps(stem, cases, record=keep, rep_ms=rep_ms)
 
 
 def keep_counts(stem: str, rows: Iterable[Mapping[str, Any]], key: tuple[str, ...]) -> None:

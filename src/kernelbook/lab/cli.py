@@ -16,7 +16,9 @@ from kernelbook.train import command as training
 __all__ = ["main"]
 
 # What a command needs beside the package's own requirements, and the extra that has it.
-NEEDS = {"profile": (("tabulate",), "lab"), "check-model": (("transformers",), "interop")}
+NEEDS = {
+    "profile": (("tabulate",), "lab"), "check-model": (("transformers",), "interop"), "train": (("tokenizers", "tqdm"), "train"),
+}  # fmt: skip
 
 
 # --- judge ----------------------------------------------------------------------------------------------------------

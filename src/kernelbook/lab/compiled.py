@@ -24,6 +24,7 @@ import sys
 import tempfile
 import textwrap
 import traceback
+from collections import namedtuple
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -267,7 +268,7 @@ class _Launch:
     kernel: Any
     signature: tuple[tuple[str, str], ...]
     constants: tuple[tuple[str, Any], ...]
-    aligned: tuple[int, ...]
+    aligned: tuple[int, ...]  # places in the signature
     options: tuple[tuple[str, Any], ...]
 
 
@@ -286,6 +287,19 @@ def _type_of(value: Any) -> str:
     raise CompileError(f"no kernel argument type for {type(value).__name__}")
 
 
+def _leaves(parameters: Sequence[Any], values: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield name, parameter and value of each argument; of a NamedTuple those of each field, named ``parameter.field``."""
+    for parameter in parameters:
+        value = values.get(parameter.name, parameter.default)
+        if isinstance(value, tuple) and not parameter.is_constexpr:
+            fields: Any = type(value)
+            yield from (
+                (f"{parameter.name}.{field}", parameter, v) for field, v in zip(fields._fields, value, strict=True)
+            )
+        else:
+            yield parameter.name, parameter, value
+
+
 def _record(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Launch:
     """What Triton's launcher derives from the arguments: types, constants, divisibility by 16."""
     names = [parameter.name for parameter in kernel.params]
@@ -294,19 +308,18 @@ def _record(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Lau
     }
     values = dict(zip(names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names}
     signature, constants, aligned = {}, {}, []
-    for parameter in kernel.params:
-        value = values.get(parameter.name, parameter.default)
+    for name, parameter, value in _leaves(kernel.params, values):
         # The launcher turns None and the integer 1 into constants, the latter unless the kernel says otherwise.
         is_one = type(value) is int and value == 1 and not parameter.do_not_specialize
         if parameter.is_constexpr or value is None or is_one:
-            signature[parameter.name] = "constexpr"
-            constants[parameter.name] = getattr(value, "value", value)
+            signature[name] = "constexpr"
+            constants[name] = getattr(value, "value", value)
             continue
-        signature[parameter.name] = parameter.annotation_type or _type_of(value)
+        signature[name] = parameter.annotation_type or _type_of(value)
         number = value.data_ptr() if isinstance(value, torch.Tensor) else value
         # A tensor of a CUDA allocator starts on a multiple of 256 bytes; on the CPU one only of 64, which is enough.
         if type(number) is int and number % 16 == 0 and not parameter.do_not_specialize:
-            aligned.append(parameter.num)
+            aligned.append(len(signature) - 1)
     return _Launch(
         kernel, tuple(signature.items()), tuple(constants.items()), tuple(aligned), tuple(sorted(options.items()))
     )
@@ -425,8 +438,23 @@ def _identity(launch: _Launch, target: str) -> tuple[str, str, dict[str, str], d
     return launch.kernel.__name__, target, dict(launch.signature), constants
 
 
+def _nested(flat: Sequence[tuple[str, str]]) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
+    """-> the signature as Triton has it, in which a NamedTuple is one parameter; and where each name stands in it."""
+    fields: dict[str, dict[str, str]] = {}
+    paths: dict[str, tuple[int, ...]] = {}
+    for name, kind in flat:
+        parameter, _, field = name.partition(".")
+        of_parameter = fields.setdefault(parameter, {})
+        paths[name] = (len(fields) - 1, len(of_parameter)) if field else (len(fields) - 1,)
+        of_parameter[field] = kind
+    signature: dict[str, Any] = {}
+    for name, kinds in fields.items():
+        signature[name] = kinds[""] if "" in kinds else namedtuple(name, kinds)(**kinds)
+    return signature, paths
+
+
 def _compile(launch: _Launch, target: str, asm: Sequence[str]) -> CompiledKernel:
-    names = [name for name, _ in launch.signature]
+    signature, paths = _nested(launch.signature)
     source_type = ASTSource
     if launch.kernel.is_gluon():
         from triton.experimental.gluon._runtime import GluonASTSource
@@ -434,9 +462,9 @@ def _compile(launch: _Launch, target: str, asm: Sequence[str]) -> CompiledKernel
         source_type = GluonASTSource
     source = source_type(
         launch.kernel,
-        dict(launch.signature),
-        {(names.index(name),): value for name, value in launch.constants},
-        {(index,): [["tt.divisibility", 16]] for index in launch.aligned},
+        signature,
+        {paths[name]: value for name, value in launch.constants},
+        {paths[launch.signature[index][0]]: [["tt.divisibility", 16]] for index in launch.aligned},
     )
     compiled = triton.compile(source, target=_GPU_TARGETS[target], options={**OPTIONS, **dict(launch.options)})
     texts = {name: text for name, text in compiled.asm.items() if name in asm and isinstance(text, str)}

@@ -42,7 +42,6 @@ __all__ = [
     "provenance",
     "provider_style",
     "roofline_figure",
-    "roofline_points",
     "share_figure",
     "speedup_figure",
     "step_times",
@@ -275,10 +274,32 @@ def _tables(rows: pd.DataFrame | None, own: pd.DataFrame | None) -> Iterator[tup
             yield _with_rates(table), is_own
 
 
-def _x_axis(ax: Axes, x_name: str, values: pd.Series) -> None:
-    if len(values) and float(values.max()) > 30 * max(float(values.min()), 1e-9):
+def _swept(
+    tables: Sequence[tuple[pd.DataFrame, bool]],
+    y: str,
+    over: Sequence[str],
+    x_label: str | None,
+    title: str,
+    ax: Axes | None,
+) -> tuple[Figure, Axes, dict[str, dict[str, Any]]]:
+    """Draws lines of ``y`` against ``x`` into ``ax`` or a new figure; ``over``: providers that have a style and no line.
+
+    -> the figure, its axes and the styles.
+    """
+    if ax is None:
+        figure, (ax,) = new_figure()
+    else:
+        figure = ax.get_figure()  # type: ignore[assignment]
+    everything = pd.concat([table for table, _ in tables])
+    styles = provider_style([*over, *everything["provider"]])
+    for i, (table, is_own) in enumerate(tables):
+        _lines(ax, table, y, styles, own=is_own, label=i == 0)
+    x = everything["x"]
+    if len(x) and float(x.max()) > 30 * max(float(x.min()), 1e-9):
         ax.set_xscale("log", base=2)
-    ax.set_xlabel(x_name)
+    ax.set_xlabel(x_label or str(everything["x_name"].iloc[0]))
+    ax.set_title(title)
+    return figure, ax, styles
 
 
 @_styled
@@ -301,25 +322,13 @@ def bandwidth_figure(
         ax: axes to draw in, of a figure that the caller finishes; else a new figure.
     """
     own_figure = ax is None
-    if ax is None:
-        figure, (ax,) = new_figure()
-    else:
-        figure = ax.get_figure()  # type: ignore[assignment]
-    tables = list(_tables(rows, own))
-    everything = pd.concat([table for table, _ in tables])
-    styles = provider_style(list(everything["provider"]))
-    labelled: set[str] = set()
-    for table, is_own in tables:
-        _lines(ax, table, y, styles, own=is_own, label=not labelled)
-        labelled |= set(table["provider"])
+    figure, ax, _ = _swept(list(_tables(rows, own)), y, (), x_label, title, ax)
     if ceilings is not None and rows is not None and len(rows):
         column, name = ("copy_gbs", "copy") if y == "gbs" else ("bf16_tflops", "bf16 matmul, PyTorch, 8192³")
         ceiling = ceilings.loc[ceilings["run"].isin(rows["run"]), column]
         if len(ceiling):
             ax.axhline(float(ceiling.median()), color=INK, linewidth=1, linestyle=(0, (4, 3)), label=f"ceiling: {name}")
-    _x_axis(ax, x_label or str(everything["x_name"].iloc[0]), everything["x"])
     ax.set_ylabel("GB/s" if y == "gbs" else "TFLOP/s")
-    ax.set_title(title)
     # The legend lies above all lines: nothing says where there would be room among them.
     columns = 2 if len(figure.axes) == 1 else 1
     lines = math.ceil(len(ax.get_legend_handles_labels()[0]) / columns)
@@ -351,17 +360,9 @@ def speedup_figure(
 ) -> Figure:
     """How many times faster than the provider ``over``, within a run; the line at 1 is where a provider loses."""
     own_figure = ax is None
-    if ax is None:
-        figure, (ax,) = new_figure()
-    else:
-        figure = ax.get_figure()  # type: ignore[assignment]
     tables = [(_ratios(table, over), is_own) for table, is_own in _tables(rows, own)]
-    everything = pd.concat([table for table, _ in tables])
-    styles = provider_style([over, *everything["provider"]])
-    for i, (table, is_own) in enumerate(tables):
-        _lines(ax, table, "speedup", styles, own=is_own, label=i == 0)
+    figure, ax, styles = _swept(tables, "speedup", (over,), x_label, title, ax)
     ax.axhline(1.0, color=styles[over]["color"], linewidth=1, linestyle=(0, (4, 3)), label=f"{over} = 1")
-    _x_axis(ax, x_label or str(everything["x_name"].iloc[0]), everything["x"])
     ax.set_ylabel(f"times faster than {over}")
     if ax.get_yscale() == "linear":  # the axes given may be logarithmic
         ax.set_ylim(bottom=0)
@@ -428,9 +429,28 @@ def _ladders_folder(stem: str) -> str | None:
     return max(record.recorded_gpus(stem), key=good, default=None)
 
 
+# Steps that were recorded under another name than their page has for them.
+RENAMED = {
+    "a producer": "warp specialization",
+    "the delay": "intra-warpgroup overlap",
+    "turns": "ping-pong scheduling",
+    "fused dX": "two launches",
+    "made again": "recomputed",
+    "shares and tickets": "splits and tickets",
+    "shares, merged by a second launch": "splits, merged by a second launch",
+    "tiles as high as an expert": "BLOCK_M about the rows of an expert",
+    "fused, tiles as high as an expert": "fused, BLOCK_M about the rows",
+    "split, tiles as high as an expert": "split, BLOCK_M about the rows",
+}
+
+
 def _recorded(stem: str) -> pd.DataFrame | None:
     folder = _ladders_folder(stem)
-    return None if folder is None else record.load_results(stem, folder)
+    if folder is None:
+        return None
+    rows = record.load_results(stem, folder)
+    names = {f"kernelbook:{before}": f"kernelbook:{now}" for before, now in RENAMED.items()}
+    return rows.assign(provider=rows["provider"].replace(names))
 
 
 def ladder_gpu(stem: str) -> str:
@@ -474,11 +494,12 @@ def step_times(stem: str, **only: Any) -> dict[str, float]:
 
 
 @_styled
-def steps_figure(stem: str, **only: Any) -> Figure | str:
+def steps_figure(stem: str, *, leave_out: Collection[str] = (), **only: Any) -> Figure | str:
     """A recorded ladder as a small chart, a bar for each step with its time, peers in grey; a word where it is not recorded.
 
     Args:
         stem: the file that :func:`kernelbook.lab.timing.time_steps` wrote, of the GPU that :func:`ladder_gpu` names.
+        leave_out: recorded steps that the page has not.
         only: values of columns that pick one ladder among the rows; the first of several is drawn.
     """
     recorded = _recorded(stem)
@@ -486,6 +507,7 @@ def steps_figure(stem: str, **only: Any) -> Figure | str:
     if not ladders:
         return "These times are not recorded yet."
     name, rows = ladders[0]
+    rows = rows[~_without_ours(rows["provider"]).isin(leave_out)]
     ours = rows["provider"].str.startswith("kernelbook")
     rows = pd.concat([rows[ours], rows[~ours]])
     times, names = 1e3 * rows["ms"].astype(float), _without_ours(rows["provider"])
@@ -542,112 +564,39 @@ def steps(
     return text or "Nothing is recorded yet."
 
 
-def roofline_points(rows: pd.DataFrame, provider: str = "kernelbook") -> pd.DataFrame:
-    """One point for each operation and mode: the provider's row in a 16-bit dtype (else any) that moves most bytes.
-
-    Adds ``intensity`` (FLOP per byte) and ``name``. Rows without an operation count have no place in a roofline.
-    """
-    rows = _with_rates(rows)
-    rows = rows.loc[(rows["provider"] == provider) & (rows["gflop"] > 0) & (rows["mode"] != "first_call")]
-    narrow = rows["dtype"].isin(["bfloat16", "float16"])
-    rows = rows.assign(narrow=narrow, intensity=rows["gflop"] / rows["gbytes"])
-    rows = rows.sort_values(["narrow", "gbytes", "tflops"]).drop_duplicates(["op", "mode"], keep="last")
-    several = rows.groupby("op")["mode"].transform("nunique") > 1
-    modes = rows["mode"].str.replace("forward_backward", "forward + backward")
-    name = rows["op"].where(~several, rows["op"] + ", " + modes)
-    return rows.assign(name=name).drop(columns="narrow").sort_values("intensity").reset_index(drop=True)
-
-
-def _name_points(ax: Axes, points: pd.DataFrame, color: dict[str, str], *, beside: float) -> None:
-    """Names points: below an intensity of ``beside`` each next to its point, else in a column right of the axes.
-
-    Most kernels that multiply lie close together under the roof. Lines lead from the column to the points.
-    """
-    spacing = 0.052  # of the axes' height
-    points = points.sort_values("tflops", ascending=False)
-    left, right = points.loc[points["intensity"] < beside], points.loc[points["intensity"] >= beside]
-    above = math.inf
-    for _, row in left.iterrows():
-        place = (row["intensity"], row["tflops"])
-        height = float(ax.transAxes.inverted().transform(ax.transData.transform(place))[1])
-        above = min(height, above - spacing)
-        lower = (above - height) * ax.bbox.height * 72 / ax.figure.dpi
-        ax.annotate(
-            row["name"], place, xytext=(8, lower), textcoords="offset points", va="center",
-            fontsize=8, color=color[row["op"]],
-        )  # fmt: skip
-    for i, (_, row) in enumerate(right.iterrows()):
-        ax.annotate(
-            row["name"], (row["intensity"], row["tflops"]), xytext=(1.03, 0.97 - spacing * i), textcoords="axes fraction",
-            va="center", fontsize=8, color=color[row["op"]], annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": color[row["op"]], "linewidth": 0.5, "alpha": 0.6, "relpos": (0, 0.5)},
-        )  # fmt: skip
-
-
 @_styled
-def roofline_figure(
-    points: pd.DataFrame | None,
-    ceilings: pd.DataFrame,
-    *,
-    own: pd.DataFrame | None = None,
-    intensities: dict[str, float] | None = None,
-    title: str = "",
-) -> Figure:
-    """Attainable and measured TFLOP/s against arithmetic intensity, both axes logarithmic.
+def roofline_figure(ceilings: pd.DataFrame, intensities: Mapping[str, float]) -> Figure:
+    """Attainable TFLOP/s against arithmetic intensity, both axes logarithmic.
 
     Args:
-        points: of :func:`roofline_points`; ``None`` where nothing is recorded.
-        ceilings: recorded ceilings; the roof is their median, the range over the runs a band.
-        own: the reader's points, of :func:`roofline_points`.
-        intensities: FLOP per byte of operations to mark on the axis, by name.
+        ceilings: recorded ceilings; the roof is their median, and each run's is a pale line.
+        intensities: FLOP per byte of operations to mark under the roof, by name.
     """
     figure, (ax,) = new_figure(height=4.2)
-    tables = [table for table in (points, own) if table is not None and len(table)]
-    marks = [value for table in tables for value in table["intensity"]] + list((intensities or {}).values())
-    low, high = min([0.05, *[m / 2 for m in marks]]), max([8000.0, *[2 * m for m in marks]])
+    low, high = min(0.05, *(m / 2 for m in intensities.values())), max(8000.0, *(2 * m for m in intensities.values()))
 
     def roof(copy_gbs: float, tflops: float) -> tuple[list[float], list[float]]:
         ridge = tflops * 1e3 / copy_gbs
         return [low, ridge, high], [low * copy_gbs / 1e3, tflops, tflops]
 
-    middle = ceilings[["copy_gbs", "bf16_tflops"]].median()
+    copy, most = ceilings[["copy_gbs", "bf16_tflops"]].median()
     for _, row in ceilings.iterrows():
         ax.plot(*roof(row["copy_gbs"], row["bf16_tflops"]), color=PALE, linewidth=4, zorder=1)
-    ax.plot(*roof(middle["copy_gbs"], middle["bf16_tflops"]), color=INK, zorder=2)
-    ridge = middle["bf16_tflops"] * 1e3 / middle["copy_gbs"]
+    ax.plot(*roof(copy, most), color=INK, zorder=2)
+    ridge, lowest = most * 1e3 / copy, low * copy / 1e3
     halfway = (low * ridge) ** 0.5
-    ax.annotate(
-        f"copy: {middle['copy_gbs']:.0f} GB/s", (halfway, halfway * middle["copy_gbs"] / 1e3),
-        xytext=(-6, 4), textcoords="offset points", ha="right", fontsize=8.5,
-    )  # fmt: skip
-    ax.annotate(
-        f"bf16 matmul: {middle['bf16_tflops']:.0f} TFLOP/s", (ridge, middle["bf16_tflops"]),
-        xytext=(-6, 5), textcoords="offset points", ha="right", fontsize=8.5,
-    )  # fmt: skip
-    ax.plot([ridge, ridge], [1e-4, middle["bf16_tflops"]], color=GREY, linewidth=1, linestyle=(0, (2, 3)), zorder=1)
-    lowest = min([low * middle["copy_gbs"] / 1e3, *[float(table["tflops"].min()) / 3 for table in tables]])
-    ax.set(xscale="log", yscale="log", xlim=(low, high), ylim=(lowest, 3 * middle["bf16_tflops"]))
-    names = list(dict.fromkeys(op for table in tables for op in table["op"]))
-    color = {op: COLORS[i % len(COLORS)] for i, op in enumerate(names)}
-    if own is not None and len(own):
-        for _, row in own.iterrows():
-            ink = color[row["op"]]
-            ax.plot(row["intensity"], row["tflops"], "o", color=ink, markerfacecolor="white", markersize=7, zorder=5)
-    if points is not None and len(points):
-        for _, row in points.iterrows():
-            ax.plot(row["intensity"], row["tflops"], "o", color=color[row["op"]], markersize=7, zorder=4)
-        _name_points(ax, points, color, beside=ridge / 8)
-    for i, (name, value) in enumerate((intensities or {}).items()):
-        top = min(middle["bf16_tflops"], value * middle["copy_gbs"] / 1e3)
+    how: Any = {"textcoords": "offset points", "fontsize": 8.5}
+    ax.annotate(f"copy: {copy:.0f} GB/s", (halfway, halfway * copy / 1e3), xytext=(-6, 4), ha="right", **how)
+    ax.annotate(f"bf16 matmul: {most:.0f} TFLOP/s", (ridge, most), xytext=(-6, 5), ha="right", **how)
+    ax.plot([ridge, ridge], [1e-4, most], color=GREY, linewidth=1, linestyle=(0, (2, 3)), zorder=1)
+    ax.set(xscale="log", yscale="log", xlim=(low, high), ylim=(lowest, 3 * most))
+    for i, (name, value) in enumerate(intensities.items()):
+        top = min(most, value * copy / 1e3)
         ax.plot([value, value], [lowest, top], color=GREY, linewidth=1, zorder=1)
         ax.plot(value, top, "_", color=GREY, markersize=9, zorder=3)
-        ax.annotate(
-            name, (value, lowest), xytext=(4, 5 + 11 * (i % 2)), textcoords="offset points", fontsize=8.5, color=GREY
-        )
-    ax.set_xlabel("arithmetic intensity, FLOP per byte")
-    ax.set_ylabel("TFLOP/s")
-    ax.set_title(title)
-    return finish(figure, points, ceilings, own=own)
+        ax.annotate(name, (value, lowest), xytext=(4, 5 + 11 * (i % 2)), color=GREY, **how)
+    ax.set(xlabel="arithmetic intensity, FLOP per byte", ylabel="TFLOP/s")
+    return finish(figure, ceilings)
 
 
 BOUNDS = {"bytes": (BLUE, "o"), "products": (ORANGE, "D"), "launch": (GREY, "s")}

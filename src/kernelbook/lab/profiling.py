@@ -16,7 +16,7 @@ import atexit
 import dataclasses
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -261,20 +261,6 @@ def device_kernels(call: Callable[[], Any], *, calls: int = 1) -> list[Kernel]:
         for event in events
         if event.device_type() == DeviceType.CUDA
     ]
-
-
-def part_of(kernel: str, parts: Mapping[str, Sequence[str]], rest: str = "elementwise and copies") -> str:
-    """The part of the work that a kernel does: the first in whose list is a piece of its name, else ``rest``."""
-    return next((part for part, names in parts.items() if any(name in kernel for name in names)), rest)
-
-
-def sums(kernels: Iterable[Kernel], part: Callable[[str], str], *, calls: int = 1) -> dict[str, tuple[float, float]]:
-    """By what ``part`` makes of a kernel's name: milliseconds and launches in one of ``calls`` calls."""
-    found: dict[str, tuple[float, float]] = {}
-    for kernel in kernels:
-        ms, launches = found.get(part(kernel.name), (0.0, 0.0))
-        found[part(kernel.name)] = ms + (kernel.end - kernel.start) / 1e6 / calls, launches + 1 / calls
-    return found
 
 
 # --- the command ----------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -105,17 +105,6 @@ def write_lines(path: Path, lines: Iterable[dict[str, Any]], key: Sequence[str])
     old = [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
     found = {json.dumps([line[name] for name in key]): line for line in [*old, *lines]}
     replace_file(path, "".join(json.dumps(line) + "\n" for line in found.values()))
-
-
-def drop_rows(path: Path, which: Callable[[pd.DataFrame], Sequence[bool]]) -> None:
-    """Drops rows of a file, if there is one: ``which`` says of each whether it goes. The others keep every character."""
-    import pandas as pd
-
-    if path.exists():
-        rows = pd.read_csv(path, dtype=str, keep_default_na=False)
-        left = rows[[not goes for goes in which(rows)]]
-        if len(left) < len(rows):
-            replace_file(path, left.to_csv(index=False, lineterminator="\n"))
 
 
 def replace_file(path: Path, text: str) -> None:

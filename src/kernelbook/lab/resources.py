@@ -16,7 +16,7 @@ MAX_REGISTERS = 255  # per thread, on every NVIDIA GPU of the last ten years
 BOOKKEEPING_REGISTERS = 70
 
 # What matmul_resources counts beside the tiles. Fitted to what the compiler reports for sm_90 (Triton 3.6 and 3.7), over
-# the configurations of tests/test_plans.py and of the chapter "Choosing tiles", which draws how far off they are.
+# the configurations of tests/test_resources.py and of the chapter "Choosing tiles", which draws how far off they are.
 LOOP_REGISTERS = {"wgmma": 20, "mma.sync": 28, "fma": 28}  # counters, masks, the pipeline's state
 COPY_REGISTERS = 3  # a thread's load in each step: its 64-bit address, and its mask or its place in shared memory
 PASSING_REGISTERS = 1  # 16 bytes of operands in a step: mma.sync takes them from registers, a few at a time
@@ -50,10 +50,9 @@ def matmul_resources(
     rows: int,
     operands: Sequence[tuple[int, int]],
     accumulators: Sequence[tuple[int, int]],
-    held: Sequence[tuple[int, int]] = (),
     out_itemsize: int = 2,
     copy_bytes: int = 16,
-    descriptors: bool | Sequence[bool] = False,
+    descriptors: bool = False,
     properties: runtime.DeviceProperties | None = None,
 ) -> Resources:
     """The resource model of a loop over matrix products, as ``tl.dot(a, b, acc)`` on tiles that were just loaded.
@@ -63,11 +62,10 @@ def matmul_resources(
         rows: of the result's tile; they decide between ``wgmma`` and ``mma.sync``.
         operands: (elements, bytes an element) of each tile that a step of the loop loads for a product.
         accumulators: (elements, bytes an element) of each tile that the loop adds to.
-        held: (elements, bytes an element) of each other tile that stays in registers through the loop.
         out_itemsize: bytes an element of the result as it is stored.
         copy_bytes: how wide one thread's loads are: 16 where rows begin on multiples of 16 bytes; the element's size where
             the compiler cannot know.
-        descriptors: whether tensor descriptors load the operands; one for all, or one for each.
+        descriptors: whether tensor descriptors load the operands.
         properties: the GPU (default: the current one).
 
     Not counted: row and column indices that are carried through the loop, what a kernel computes besides, and the operands
@@ -77,41 +75,37 @@ def matmul_resources(
     threads = properties.warp_size * config.num_warps
     core = tensor_core(rows, config.num_warps, properties)
     tiles = [elements * size for elements, size in operands]
-    each = [descriptors] * len(tiles) if isinstance(descriptors, bool) else descriptors
 
     # mma.sync has its operands in registers when the next copy starts; wgmma
     # still reads shared memory then, which takes one buffer more.
     buffers = max(config.num_stages - (core == "mma.sync"), 1)
-    staged, passing, loaded = 0.0, 0.0, 0
-    for size, by_descriptor in zip(tiles, each, strict=True):
+    staged = float(BARRIER_BYTES * config.num_stages * len(tiles) if descriptors else 0)
+    passing = 0.0
+    for size in tiles:
         # An asynchronous copy takes 4, 8 or 16 bytes. Narrower loads go
         # through registers, into a single buffer.
-        wide = by_descriptor or min(copy_bytes, size // threads) >= 4
+        wide = descriptors or min(copy_bytes, size // threads) >= 4
         ahead = wide and config.num_stages > 1 and core != "fma"  # no asynchronous copies before Ampere
         staged += size * (buffers if ahead else 1)
         passing += 0 if ahead else size / 4 / threads
-        staged += BARRIER_BYTES * config.num_stages if by_descriptor else 0
-        loaded += 0 if by_descriptor else size  # by threads, each with an address
     turned = sum(elements * out_itemsize for elements, _ in accumulators)
     shared = max(staged, min(turned, STAGING_BYTES * threads))
 
-    kept = sum(n * size / 4 for n, size in (*accumulators, *held)) / threads
+    kept = sum(n * size / 4 for n, size in accumulators) / threads
     if core == "mma.sync":
         passing += PASSING_REGISTERS * sum(tiles) / 16 / threads
-    copies = loaded / copy_bytes / threads
-    rest = LOOP_REGISTERS[core] + COPY_REGISTERS * copies + passing
-    if not loaded:
-        rest = DESCRIPTOR_REGISTERS
+    copies = sum(tiles) / copy_bytes / threads
+    rest = DESCRIPTOR_REGISTERS if descriptors else LOOP_REGISTERS[core] + COPY_REGISTERS * copies + passing
     return Resources(int(shared), kept + rest)
 
 
-def bucket(count: int, *, lowest: int = 16) -> int:
-    """``count`` rounded up to a power of two, at least ``lowest``.
+def bucket(count: int) -> int:
+    """``count`` rounded up to a power of two, at least 16.
 
     It stands in a key for a size that changes from batch to batch, so that
     batches of nearly one size share what was found for one of them.
     """
-    return max(1 << max(count - 1, 0).bit_length(), lowest)
+    return max(1 << max(count - 1, 0).bit_length(), 16)
 
 
 def fits(needs: Resources, config: triton.Config, properties: runtime.DeviceProperties) -> bool:

@@ -185,7 +185,7 @@ def _named(names: str, *rows: tuple[int, ...]) -> tuple[Sizes, ...]:
 _MATRICES = _named("M N", (1, 1), (1, 7), (3, 16), (7, 97), (67, 5), (2, 1031), (1, 4099))
 _UP_TO_4096 = _MATRICES[:-1]
 # In a row of one element a norm's gradient by x is all cancellation: what is left is rounding, PyTorch's and a reader's.
-_LONGER_ROWS = _named("M N", (1, 2), *[(row["M"], row["N"]) for row in _MATRICES[1:]])
+_LONGER_ROWS = _named("M N", (1, 3), *[(row["M"], row["N"]) for row in _MATRICES[1:]])
 # Sizes for a GPU, by their letters: tokens M and T, a model's width N and K, experts E, heads H of D numbers ...
 _REAL = {"M": 8192, "N": 4096, "K": 4096, "n": 2**26, "R": 65536, "T": 4096, "k": 4, "E": 128}
 _REAL |= {"H": 16, "D": 128, "L": 1434, "A": 26, "width": 512}

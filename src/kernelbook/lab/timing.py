@@ -495,20 +495,13 @@ def time_steps(stem: str, cases: Iterable[Case], *, record: bool = False, rep_ms
     """
     gpu = runtime.DEVICE.type == "cuda"
     path = results.results_dir() / results.device_slug() / f"{stem}.csv" if record and gpu else None
-    cases = list(cases)
     rows, failures = run_cases(cases, stem=stem if path else "", progress=False, rep_ms=rep_ms if gpu else 1.0)
     if path is not None and len(rows):
-        # Steps that are none any more do not stay; a table that failed does.
-        failed = {(case.op, case.mode, case.dtype_name, case.shape_text) for case in cases} - set(_tables_of(rows))
-        results.drop_rows(path, lambda old: [table not in failed for table in _tables_of(old)])
+        if not failures:  # steps that are none any more do not stay
+            path.unlink(missing_ok=True)
         results.write_results(path, rows)
         ceilings = ceilings_row(measure_ceilings(), rows["run"].iloc[0])
         results.write_results(path.parent / "ceilings.csv", ceilings, key=("run",))
     if failures:
         raise RuntimeError("time_steps: " + "; ".join(failures))
     return rows if gpu else rows.iloc[:0]  # the interpreter's times say nothing, so none is kept
-
-
-def _tables_of(rows: pd.DataFrame) -> list[tuple[str, ...]]:
-    """What each row's table of steps is told by."""
-    return list(zip(*(rows[name].astype(str) for name in ("op", "mode", "dtype", "shape")), strict=True))

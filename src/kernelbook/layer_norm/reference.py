@@ -7,7 +7,6 @@ import torch
 __all__ = [
     "layer_norm_backward_reference",
     "layer_norm_reference",
-    "rms_norm_backward_reference",
     "rms_norm_reference",
 ]
 
@@ -65,13 +64,3 @@ def rms_norm_reference(
     y = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + eps)
     y = (y if weight is None else y * weight).to(x.dtype)
     return y if residual is None else (y, total)
-
-
-def rms_norm_backward_reference(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients for ``dy`` and ``x`` (M, N): dx (M, N), dweight (N,). What a residual's sum gets is added to dx."""
-    rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-    xhat = x * rstd
-    g = dy if weight is None else dy * weight
-    return rstd * (g - xhat * (g * xhat).mean(-1, keepdim=True)), (dy * xhat).sum(0)

@@ -2,7 +2,6 @@
 
 from kernelbook.moe_lora.op import Routing, moe_lora, route, scatter2scatter
 from kernelbook.moe_lora.reference import (
-    grouped_mm_moe_lora,
     grouped_mm_rows,
     moe_lora_reference,
     route_reference,
@@ -11,7 +10,6 @@ from kernelbook.moe_lora.reference import (
 
 __all__ = [
     "Routing",
-    "grouped_mm_moe_lora",
     "grouped_mm_rows",
     "moe_lora",
     "moe_lora_reference",

@@ -3,7 +3,6 @@
 import torch
 
 __all__ = [
-    "grouped_mm_moe_lora",
     "grouped_mm_rows",
     "moe_lora_reference",
     "route_reference",
@@ -65,26 +64,6 @@ def moe_lora_reference(
     return (y.view(tokens, slots, n) * gates[..., None].to(x.dtype)).sum(1)
 
 
-def grouped_mm_moe_lora(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    lora_a: torch.Tensor | None,
-    lora_b: torch.Tensor | None,
-    expert_ids: torch.Tensor,
-    *,
-    scaling: float = 1.0,
-    grouped_in: bool = False,
-) -> torch.Tensor:
-    """The same with ``torch._grouped_mm``: rows gathered in expert order, three grouped products, rows put back.
-
-    No slot may be skipped: ``torch._grouped_mm`` leaves rows behind the last expert's as they were allocated.
-    """
-    order, inverse, offsets = route_reference(expert_ids, w.shape[0])
-    return grouped_mm_rows(
-        x, w, lora_a, lora_b, order // expert_ids.shape[1], inverse, offsets, scaling=scaling, grouped_in=grouped_in
-    )
-
-
 def grouped_mm_rows(
     x: torch.Tensor,
     w: torch.Tensor,
@@ -97,7 +76,13 @@ def grouped_mm_rows(
     scaling: float = 1.0,
     grouped_in: bool = False,
 ) -> torch.Tensor:
-    """:func:`grouped_mm_moe_lora` with the routing done: the token of each sorted row, its inverse, the offsets."""
+    """The same with ``torch._grouped_mm``: rows gathered in expert order, three grouped products, rows put back.
+
+    Args:
+        x, w, lora_a, lora_b, scaling, grouped_in: as in :func:`moe_lora_reference`.
+        tokens, inverse, offsets: the token of each sorted row, and what :func:`route_reference` returns. No slot may be skipped:
+            ``torch._grouped_mm`` leaves rows behind the last expert's as they were allocated.
+    """
     ends = offsets[1:].to(torch.int32)
     rows = x if grouped_in else x[tokens]
     out = torch._grouped_mm(rows, w, offs=ends)

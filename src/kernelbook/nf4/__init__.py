@@ -2,7 +2,6 @@
 
 from kernelbook.nf4.op import BLOCK_SIZES, FP4, NF4, CodeBook, NF4Tensor, nf4_dequantize, nf4_matmul, nf4_quantize
 from kernelbook.nf4.reference import (
-    dynamic_code_reference,
     nested_absmax_reference,
     nf4_code_reference,
     nf4_dequantize_reference,
@@ -15,7 +14,6 @@ __all__ = [
     "NF4",
     "CodeBook",
     "NF4Tensor",
-    "dynamic_code_reference",
     "nested_absmax_reference",
     "nf4_code_reference",
     "nf4_dequantize",

@@ -20,7 +20,7 @@ strided packed bytes.
 """
 
 from kernelbook import runtime  # before Triton, which it sets up
-from kernelbook.packed.kernels import NESTED_BLOCK, block_scale, from_e4m3, from_e8m0
+from kernelbook.packed.kernels import NESTED_BLOCK, scale_of, stored_scale
 
 # isort: split
 import triton
@@ -161,11 +161,8 @@ def _nf4_dequantize_fwd_words_kernel(
         )  # fmt: skip
         packed += (word,)
         absmax += (tl.load(absmax_ptr + block0 + blocks, mask=mask, other=0),)
-    if SCALE == "e8m0":
-        stored, absmax = absmax, ()
-        for u in tl.static_range(UNROLL):
-            absmax += (from_e8m0(stored[u]),)
-    elif SCALE != "float32":
+    scale0, scale1, offset, border = 0.0, 0.0, 0.0, 0
+    if SCALE == "nested" or SCALE == "e4m3":
         # A tile's blocks lie in one nested block or in two.
         tl.static_assert(TILE // WORDS < NESTED_BLOCK)
         some = readable > 0
@@ -173,21 +170,14 @@ def _nf4_dequantize_fwd_words_kernel(
         nested1 = (block0 + (within + left - 1) // WORDS) // NESTED_BLOCK
         scale0 = tl.load(nested_absmax_ptr + nested0, mask=some, other=0.0)
         scale1 = tl.load(nested_absmax_ptr + nested1, mask=some, other=0.0)
-        offset = 0.0
-        if SCALE == "nested":
-            offset = tl.load(nested_offset_ptr, mask=some, other=0.0)
         border = ((nested0 + 1) * NESTED_BLOCK - block0).to(tl.int32)
-        quantized, absmax = absmax, ()
-        for u in tl.static_range(UNROLL):
-            offs_w = u * BLOCK_W + tl.arange(0, BLOCK_W)
-            if SCALE == "e4m3":
-                value = from_e4m3(quantized[u])
-            else:
-                value_ptrs = nested_code_ptr + quantized[u].to(tl.int32)
-                value = tl.load(value_ptrs, mask=offs_w < readable, other=0.0)
-            blocks = (within + offs_w) // WORDS
-            scale = tl.where(blocks < border, scale0, scale1)
-            absmax += (value * scale + offset,)
+    if SCALE == "nested":
+        offset = tl.load(nested_offset_ptr, mask=readable > 0, other=0.0)
+    stored, absmax = absmax, ()
+    for u in tl.static_range(UNROLL):
+        offs_w = u * BLOCK_W + tl.arange(0, BLOCK_W)
+        nested = tl.where((within + offs_w) // WORDS < border, scale0, scale1)
+        absmax += (scale_of(stored[u], nested, offs_w < readable, nested_code_ptr, offset, SCALE),)
 
     offs_e = tl.arange(0, 8)
     shift = (4 * offs_e) ^ 4  # the even element is the high half of its byte
@@ -228,7 +218,8 @@ def _nf4_dequantize_fwd_elements_kernel(
     packed = tl.load(packed_ptr + byte0 + halves // 2, mask=mask, other=0).to(tl.int32)
     block0 = element0 // BLOCK_SIZE
     blocks = ((element0 - block0 * BLOCK_SIZE).to(tl.int32) + offs) // BLOCK_SIZE
-    absmax = block_scale(block0, blocks, mask, absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, SCALE)
+    stored, nested = stored_scale(block0, blocks, mask, absmax_ptr, nested_absmax_ptr, SCALE)
+    absmax = scale_of(stored, nested, mask, nested_code_ptr, nested_offset_ptr, SCALE)
     index = (packed >> (4 - 4 * (halves & 1))) & 15
     out = tl.load(code_ptr + index) * absmax
     out_ptrs = out_ptr + slot.to(tl.int64) * size + tile0 + offs
@@ -343,10 +334,8 @@ def _nf4_matmul_fwd_kernel(
                 offs = r * words + offs_w
                 packed += (tl.load(packed_ptr + word0 + offs, mask=mask, other=0),)
                 blocks = (within + offs) // (BLOCK_SIZE // 8)
-                scale = block_scale(
-                    block0, blocks, mask, absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, SCALE
-                )
-                absmax += (scale,)
+                stored, nested = stored_scale(block0, blocks, mask, absmax_ptr, nested_absmax_ptr, SCALE)
+                absmax += (scale_of(stored, nested, mask, nested_code_ptr, nested_offset_ptr, SCALE),)
         for u in tl.static_range(UNROLL):
             offs_w = w0 + u * BLOCK_W + tl.arange(0, BLOCK_W)
             x = ()

@@ -153,7 +153,8 @@ def nf4_quantize(
 
     Packed bytes and absmax are, on every device, those of bitsandbytes' CPU backend. (Its GPU kernels multiply by an
     approximate reciprocal of absmax, so there a value next to the middle of two codes may go to the other one.) With
-    double quantization absmax minus its mean goes to the nearest of 256 values, in blocks of 256.
+    double quantization absmax minus its mean goes to the nearest of 256 values, in blocks of 256. The host waits for the
+    device, to which it copies the code book; so no CUDA graph takes it.
 
     Args:
         w: any shape and strides, float32, float16 or bfloat16; blocks run in the order of its elements, the last block

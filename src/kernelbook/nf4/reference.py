@@ -10,7 +10,6 @@ import math
 import torch
 
 __all__ = [
-    "dynamic_code_reference",
     "nested_absmax_reference",
     "nf4_code_reference",
     "nf4_dequantize_reference",
@@ -37,23 +36,6 @@ def nf4_code_reference(dtype: torch.dtype = torch.float64) -> torch.Tensor:
     above, below = torch.special.ndtri(above), -torch.special.ndtri(below)
     code = torch.cat([above, below, torch.zeros(1, dtype=f64)]).sort().values
     return (code / code.abs().max()).to(dtype)
-
-
-def dynamic_code_reference() -> torch.Tensor:
-    """The 256 signed 8-bit values in which double quantization stores absmax (Dettmers 2015, "8-bit approximations").
-
-    Seven decades, from 1e-6 to 1. A decade has twice as many values as the one below it: the middles of 2^i equal
-    parts of (0.1, 1]. Zero and one complete them.
-
-    Returns:
-        (256,) float32, ascending.
-    """
-    values = [torch.tensor([0.0, 1.0])]
-    for i in range(7):
-        edges = torch.linspace(0.1, 1, 2**i + 1)
-        middles = 10.0 ** (i - 6) * ((edges[:-1] + edges[1:]) / 2)
-        values += [middles, -middles]
-    return torch.cat(values).sort().values
 
 
 def nf4_quantize_reference(

@@ -111,7 +111,7 @@ MODULES = {
     "GatedExperts in 4 bits with LoRA": _module(lambda: _with(_experts().quantize().add_lora(2), active="all"), routed),
     "MoELayer": _module(lambda: nn.MoELayer(3, 64, 32, slots=2), _tokens),
     "gated_experts, bound": _packed_experts("bound"),
-    "gated_experts, count": _packed_experts("count"),
+    "gated_experts, all": _packed_experts("all"),
     "gated_experts in float8": Case(function=nn.gated_experts, given=_float8_experts),
     "GPT": _module(
         lambda: nn.GPT(nn.GPTConfig(11, context=8, width=32, heads=2, depth=1, chunk_size=16)),

@@ -56,9 +56,7 @@ def compact_sparse_linear(
 def _check(x: Any, weight: Any, bias: Any, ids: Any, chunk_size: int, mode: str, lowered: bool) -> None:
     op = "compact_sparse_linear"
     arguments.check_tensor(op, "x", x)
-    arguments.check_tensor(op, "weight", weight)
-    if weight.ndim != 2:
-        raise ValueError(f"{op}: weight must have two dimensions, got shape {tuple(weight.shape)}")
+    arguments.check_tensor(op, "weight", weight, dims=2)
     if x.shape[-1:] != weight.shape[1:]:
         raise ValueError(f"{op}: x must have shape (..., {weight.shape[1]}), got {tuple(x.shape)}")
     if bias is not None:

@@ -7,7 +7,7 @@ activation takes them as they are, and the second product reads them so and writ
 4-bit weights are decoded on their way into the products. Where experts have so many rows that this is slower
 (:func:`kernelbook.packed.products.decodes_on_the_way`), and float8 ones always, they become dense just before each product, for
 the experts that the batch uses, and are dropped right after it. The backward pass does not keep them: it makes them again.
-:func:`choose_experts` says which experts these are and when that costs a host synchronisation.
+:func:`choose_experts` says which experts these are.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from kernelbook.moe_lora import Routing, moe_lora, route
 from kernelbook.nf4 import NF4Tensor, nf4_dequantize
 from kernelbook.nn.swiglu import ClampedSwiGLU, swiglu
 from kernelbook.packed.products import decodes_on_the_way
-from kernelbook.tensors import check_versions, has_values, with_versions
+from kernelbook.tensors import check_versions, with_versions
 
 __all__ = [
     "ACTIVATIONS",
@@ -34,9 +34,7 @@ __all__ = [
     "load_balancing_loss",
 ]
 
-ACTIVE = ("auto", "all", "bound", "count")
-_COUNT = "choose_experts: active must be 'auto', 'all' or 'bound' where the host cannot read the ids"
-NEARLY_ALL = 0.9  # with "count": a larger share of the experts than this is not worth a selection
+ACTIVE = ("auto", "all", "bound")
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -128,12 +126,11 @@ Weight = torch.Tensor | NF4Tensor | Float8Tensor
 def choose_experts(
     expert_ids: torch.Tensor, num_experts: int, active: str = "auto"
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Return which experts to make dense for this batch, and the ids that stand for them.
+    """Return which experts to make dense for this batch, and the ids that stand for them. The host never waits.
 
     ``"all"``: every expert; nothing is computed. ``"bound"``: one place for each (token, slot) pair, in the pairs' order; no
-    batch needs more, and the host needs to know nothing. An expert that two pairs name becomes dense twice. ``"count"``:
-    each expert that is used, once; the host **waits for the device** to learn how many these are, and a compiler breaks its
-    graph. ``"auto"``: ``"bound"`` where that is at most half of the experts, else ``"all"``: it never waits.
+    batch needs more, and the host needs to know nothing. An expert that two pairs name becomes dense twice. ``"auto"``:
+    ``"bound"`` where that is at most half of the experts, else ``"all"``.
 
     Args:
         expert_ids: (T, k) int64 or int32; ``num_experts`` marks a slot to skip, and so does every id out of range.
@@ -145,35 +142,18 @@ def choose_experts(
         and ``A`` for a slot to skip.
 
     Raises:
-        ValueError: ``active`` is no such word, or ``"count"`` where the host cannot read the ids: those of fake and meta
-            tensors, and while ``torch.export`` or ``make_fx`` traces. With ``torch.compile(fullgraph=True)`` Dynamo raises.
+        ValueError: ``active`` is no such word.
     """
     arguments.check_choice("choose_experts", "active", active, ACTIVE)
     pairs = expert_ids.numel()
     if active == "auto":
         active = "bound" if 2 * pairs <= num_experts else "all"
-    if active == "all" or (active == "bound" and pairs >= num_experts) or num_experts <= 1 or pairs == 0:
+    if active == "all" or pairs >= num_experts or num_experts <= 1 or pairs == 0:
         return None, expert_ids
     ids = expert_ids.reshape(-1)
-    if active == "bound":
-        places = torch.arange(pairs, dtype=ids.dtype, device=ids.device)
-        experts = ids.clamp(0, num_experts - 1)
-        return experts, torch.where(ids == experts, places, pairs).view_as(expert_ids)
-    ids = torch.where(ids == ids.clamp(0, num_experts), ids, num_experts)
-    used = torch.zeros(num_experts + 1, dtype=torch.int32, device=ids.device)
-    used.scatter_(0, ids.long(), 1)
-    used = used[:num_experts]
-    if torch.compiler.is_dynamo_compiling():
-        torch._dynamo.graph_break(msg=_COUNT)
-    elif not has_values(used):
-        raise ValueError(f"{_COUNT}, got 'count'")
-    size = int(used.sum())  # the wait
-    if size > NEARLY_ALL * num_experts:
-        return None, expert_ids
-    size = max(size, 1)  # every slot is to be skipped
-    experts = torch.argsort(used, descending=True, stable=True)[:size]
-    numbers = F.pad(used.cumsum(0, dtype=ids.dtype) - 1, (0, 1), value=size)
-    return experts, numbers[ids].view_as(expert_ids)
+    places = torch.arange(pairs, dtype=ids.dtype, device=ids.device)
+    experts = ids.clamp(0, num_experts - 1)
+    return experts, torch.where(ids == experts, places, pairs).view_as(expert_ids)
 
 
 def _dequantize(weight: NF4Tensor | Float8Tensor, experts: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
@@ -263,8 +243,8 @@ def gated_experts(
 ) -> torch.Tensor:
     """``sum_j gates[t, j] * down_e(act(gate_e(x[t])) * up_e(x[t]))``, ``e = expert_ids[t, j]``.
 
-    Gradients reach ``x``, ``gates``, both LoRA pairs, the biases, and dense weights that require one. With dense weights
-    the host never waits for the device. With compressed ones it waits only with ``active="count"``.
+    Gradients reach ``x``, ``gates``, both LoRA pairs, the biases, and dense weights that require one. The host never waits
+    for the device.
 
     Args:
         x: (T, H), float32, float16 or bfloat16.

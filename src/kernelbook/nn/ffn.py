@@ -38,7 +38,6 @@ class SparseFFN(torch.nn.Module):
         bias: of all projections.
         activation: ``"relu"``, ``"leaky_relu"``, ``"gelu"``, ``"gelu_tanh"`` or ``"silu"``.
         router: called with the input (..., K), returns the neurons (L,) for it. A module is registered as a child.
-        dropout: the share of the output that is dropped in training mode.
         device, dtype: of the parameters.
 
     Attributes:
@@ -63,25 +62,17 @@ class SparseFFN(torch.nn.Module):
         bias: bool = False,
         activation: str = "relu",
         router: Callable[[torch.Tensor], torch.Tensor] | None = None,
-        dropout: float = 0.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if activation not in ACTIVATIONS:
-            raise ValueError(
-                f"SparseFFN: activation must be one of {', '.join(map(repr, ACTIVATIONS))}, got {activation!r}"
-            )
+        arguments.check_choice("SparseFFN", "activation", activation, tuple(ACTIVATIONS))
         op, out_features = "SparseFFN", features if out_features is None else out_features
         features = arguments.integer(op, "features", features, least=0)
         neurons = arguments.integer(op, "neurons", neurons, least=0)
         out_features = arguments.integer(op, "out_features", out_features, least=0)
-        dropout = arguments.number(op, "dropout", dropout)
-        if not 0 <= dropout <= 1:
-            raise ValueError(f"{op}: dropout must lie in [0, 1], got {dropout}")
         self.features, self.num_neurons, self.out_features = features, neurons, out_features
-        self.activation, self.router, self.dropout = activation, router, dropout
-        self.neurons = None
+        self.activation, self.router, self.neurons = activation, router, None
 
         def parameter(*shape: int) -> torch.nn.Parameter:
             return torch.nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -122,49 +113,41 @@ class SparseFFN(torch.nn.Module):
         Args:
             block: ``torch.nn.Sequential(Linear, activation, Linear)``, or a block with the attributes of transformers' GPT-2
                 (``c_fc``, ``c_proj``), Phi (``fc1``, ``fc2``) or Llama (``gate_proj``, ``up_proj``, ``down_proj``). Its
-                projections are ``torch.nn.Linear`` or transformers' ``Conv1D``. Dropout of its output is kept.
+                projections are ``torch.nn.Linear`` or transformers' ``Conv1D``.
             router: as in :class:`SparseFFN`.
 
         Raises:
             TypeError: ``block`` has none of these forms.
-            ValueError: its activation is none of those that there are, it computes something else beside, or it drops out
-                hidden values.
+            ValueError: its activation is none of those that there are, it computes something else beside, or it is in training
+                mode and drops out values.
         """
         up, gate, down, act = _parts(block)
         activation = _name_of(act)
+        _compare(block, activation)
         w_up, b_up = _in_rows(up)
         w_gate, b_gate = (None, None) if gate is None else _in_rows(gate)
         w_down, b_down = _in_rows(down)
-        # The caller's random numbers go on as if nothing had been drawn.
-        with torch.random.fork_rng({parameter.device for parameter in block.parameters() if parameter.is_cuda}):
-            new = cls(
-                w_up.shape[1],
-                w_up.shape[0],
-                w_down.shape[0],
-                gated=gate is not None,
-                activation=activation,
-                router=router,
-                dropout=_compare(block, activation),
-                device=w_up.device,
-                dtype=w_up.dtype,
-            )
-        for name, value in (
-            ("w_up", w_up),
-            ("w_gate", w_gate),
-            ("w_down", w_down.t()),
-            ("b_up", b_up),
-            ("b_gate", b_gate),
-            ("b_down", b_down),
-        ):
-            if value is not None:
-                copied = value.detach().clone(memory_format=torch.contiguous_format)
-                setattr(new, name, torch.nn.Parameter(copied, requires_grad=value.requires_grad))
+        new = torch.nn.utils.skip_init(
+            cls,
+            w_up.shape[1],
+            w_up.shape[0],
+            w_down.shape[0],
+            gated=gate is not None,
+            activation=activation,
+            device=w_up.device,
+            dtype=w_up.dtype,
+        )
+        new.router = router
+        given = {"w_up": w_up, "w_gate": w_gate, "w_down": w_down.t(), "b_up": b_up, "b_gate": b_gate, "b_down": b_down}
+        for name, value in given.items():
+            copied = None if value is None else value.detach().clone(memory_format=torch.contiguous_format)
+            new.register_parameter(name, None if copied is None else torch.nn.Parameter(copied, value.requires_grad))
         return new.train(block.training)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(..., K) -> (..., K_out)."""
         neurons = self.neurons if self.router is None else self.router(input)
-        out = scatter_ffn(
+        return scatter_ffn(
             input,
             self.w_up,
             self.w_down,
@@ -175,13 +158,12 @@ class SparseFFN(torch.nn.Module):
             b_down=self.b_down,
             activation=self.activation,
         )
-        return torch.nn.functional.dropout(out, self.dropout, self.training) if self.dropout else out
 
     def extra_repr(self) -> str:
         gated = self.w_gate is not None
         return (
             f"features={self.features}, neurons={self.num_neurons}, out_features={self.out_features}, gated={gated}, "
-            f"bias={self.b_down is not None}, activation={self.activation!r}, dropout={self.dropout}"
+            f"bias={self.b_down is not None}, activation={self.activation!r}"
         )
 
 
@@ -231,62 +213,50 @@ def _name_of(act: Any) -> str:
 
 
 @torch.no_grad()
-def _compare(block: torch.nn.Module, activation: str) -> float:
-    """Raise unless ``block`` is the network that its parts make; returns how much of its output it drops in training."""
+def _compare(block: torch.nn.Module, activation: str) -> None:
+    """Raise unless ``block`` is the network that its parts make."""
     op = "SparseFFN.from_dense"
     twin = copy.deepcopy(block)
     if any(parameter.is_meta for parameter in twin.parameters()):
         twin = twin.to_empty(device="cpu")
-    twin = twin.double().train()
+    for module in twin.modules():
+        if isinstance(module, _DropoutNd):
+            if module.p and block.training:
+                raise ValueError(
+                    f"{op}: block must drop out nothing, got Dropout(p={module.p}); set it to 0, or call eval(), first"
+                )
+            module.p = 0.0
+    twin = twin.double().train()  # whatever else training mode does has to show
     up, gate, down, act = _parts(twin)
     parts = [(part, *_in_rows(part)) for part in (up, gate, down) if part is not None]
-    for parameter in twin.parameters():  # those of a new model may be zeros, and hide what it does
-        parameter.uniform_(-1, 1)
-    for _, weight, _ in parts:
-        weight.div_(weight.shape[1] ** 0.5)
-
-    (_, w_up, b_up), (_, w_acted, _), (_, w_down, b_down) = parts[0], parts[-2], parts[-1]
-    w_gate, b_gate = (None, None) if gate is None else parts[1][1:]
-    # Rows whose largest hidden values are as they are to be.
-    x = torch.randn(len(_REACHES), w_up.shape[1], dtype=w_up.dtype, device=w_up.device)
-    x *= torch.tensor(_REACHES).to(x)[:, None] / (x @ w_acted.t()).abs().amax(1, keepdim=True)
+    # The caller's random numbers go on as if nothing had been drawn. The parameters of a new model may be zeros, and hide what
+    # it does. The rows' largest hidden values are as they are to be.
+    with torch.random.fork_rng({parameter.device for parameter in twin.parameters() if parameter.is_cuda}):
+        for parameter in twin.parameters():
+            parameter.uniform_(-1, 1)
+        for _, weight, _ in parts:
+            weight.div_(weight.shape[1] ** 0.5)
+        (_, w_up, b_up), (_, w_acted, _), (_, w_down, b_down) = parts[0], parts[-2], parts[-1]
+        w_gate, b_gate = (None, None) if gate is None else parts[1][1:]
+        x = torch.randn(len(_REACHES), w_up.shape[1], dtype=w_up.dtype, device=w_up.device)
+        x *= torch.tensor(_REACHES).to(x)[:, None] / (x @ w_acted.t()).abs().amax(1, keepdim=True)
+        try:
+            theirs = twin(x[None].clone())
+        except Exception as raised:  # whatever a block raises that wants other inputs
+            raise ValueError(
+                f"{op}: block must map (..., {x.shape[1]}) to (..., {w_down.shape[0]}), and {type(block).__name__} raised "
+                f"{type(raised).__name__}: {raised}"
+            ) from raised
     ours = dense_ffn(x, w_up, w_down.t(), w_gate=w_gate, b_up=b_up, b_gate=b_gate, b_down=b_down, activation=activation)
-
-    # Dropout is off here, but the rest of training mode is on: whatever else it does has to show.
-    dropouts: list[Any] = [module for module in twin.modules() if isinstance(module, _DropoutNd)]
-    rates, last = [module.p for module in dropouts], {}
-    for module in dropouts:
-        module.p = 0.0
-        module.register_forward_hook(lambda module, args, out: last.update({module: out}))
-    try:
-        theirs = twin(x[None].clone())
-    except Exception as raised:  # whatever a block raises that wants other inputs
-        raise ValueError(
-            f"{op}: block must map (..., {x.shape[1]}) to (..., {w_down.shape[0]}), and {type(block).__name__} raised "
-            f"{type(raised).__name__}: {raised}"
-        ) from raised
     error = float("inf")
     if isinstance(theirs, torch.Tensor) and theirs.shape == (1, *ours.shape):
-        size = ours.norm(dim=1)
-        error = float(((theirs[0] - ours).norm(dim=1) / size).max())
+        error = float(((theirs[0] - ours).norm(dim=1) / ours.norm(dim=1)).max())
     if not error <= 1e-6:
         used = {id(part) for part, _, _ in parts} | {id(act)}
-        others = [
-            f"{name} ({type(module).__name__})"
-            for name, module in twin.named_modules()
-            if name and id(module) not in used and module not in dropouts
-        ]
+        others = [f"{name} ({type(m).__name__})" for name, m in twin.named_modules() if name and id(m) not in used]
         beside = f"it has {', '.join(others)} beside them" if others else "look at its forward(), also in training mode"
         raise ValueError(
             f"{op}: block must compute {'act(gate) * up' if gate is not None else 'act(up)'}, then down, with activation "
             f"{activation!r} and nothing else, but the output of {type(block).__name__} differs by {error:.1g} "
             f"(relative): {beside}"
         )
-    kept = 0.0
-    for module, rate in zip(dropouts, rates, strict=True):
-        if rate and last.get(module) is not theirs:
-            raise ValueError(
-                f"{op}: block must drop out nothing but its output, got Dropout(p={rate}) before that; set it to 0 first"
-            )
-        kept = max(kept, rate)
-    return kept

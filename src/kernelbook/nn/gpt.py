@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ __all__ = ["GPT", "GPTConfig"]
 
 
 OUTPUTS = ("attention_out", "down")  # the layers of a block that write to the residual stream; the others read it
-MAX_HEAD_SIZE = 256  # of flash_attention
 # Causal attention of (B, H, N, D) three times.
 ATTENTION: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "kernelbook": functools.partial(flash_attention, causal=True),
@@ -43,7 +42,6 @@ class GPTConfig:
         mlp_ratio: hidden features of an MLP, over the width.
         chunk_size: features in a chunk; it divides the width.
         sparse_layers: which linear layers are sparse ones: ``"mlp"``, or ``"all"`` six of a block.
-        bias: whether linear layers have biases.
         attention: ``"kernelbook"`` or ``"torch"``: :func:`kernelbook.flash_attention`, or PyTorch's own.
         activation: of the MLP, ``"gelu"`` or ``"relu"``. With ReLU most hidden values become zero, see
             :mod:`bench.sparse_inference`.
@@ -60,7 +58,6 @@ class GPTConfig:
     mlp_ratio: int = 4
     chunk_size: int = 64
     sparse_layers: str = "mlp"
-    bias: bool = False
     attention: str = "kernelbook"
     activation: str = "gelu"
     compact_gradient: bool = False
@@ -78,11 +75,6 @@ class GPTConfig:
             )
         for name, choices in (("attention", ATTENTION), ("activation", ACTIVATIONS), ("sparse_layers", ("mlp", "all"))):
             arguments.check_choice("GPTConfig", name, getattr(self, name), tuple(choices))
-        if self.attention == "kernelbook" and self.width // self.heads > MAX_HEAD_SIZE:
-            raise ValueError(
-                f"GPTConfig: heads must be at least {-(-self.width // MAX_HEAD_SIZE)} for a width of {self.width} (a head has "
-                f"at most {MAX_HEAD_SIZE} features, or take attention='torch'), got {self.heads}"
-            )
 
 
 class _Block(nn.Module):
@@ -91,19 +83,15 @@ class _Block(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         d, hidden = config.width, config.mlp_ratio * config.width
-        sparse: dict[str, Any] = {"chunk_size": config.chunk_size, "compact_gradient": config.compact_gradient}
-        attention_linear: Any = nn.Linear
-        attention_options: dict[str, Any] = {}
-        if config.sparse_layers == "all":
-            attention_linear, attention_options = SparseLinear, sparse
+        how: dict[str, Any] = {"chunk_size": config.chunk_size, "compact_gradient": config.compact_gradient}
+        sparse = functools.partial(SparseLinear, bias=False, **how)
+        linear = sparse if config.sparse_layers == "all" else functools.partial(nn.Linear, bias=False)
         self.heads, self.attention, self.activation = config.heads, config.attention, config.activation
         self.norm_attention = LayerNorm(d)
         # Three layers, not one of 3 d features: their gradients need not be put together again.
-        self.q, self.k, self.v = (attention_linear(d, d, bias=config.bias, **attention_options) for _ in range(3))
-        self.attention_out = attention_linear(d, d, bias=config.bias, **attention_options)
+        self.q, self.k, self.v, self.attention_out = (linear(d, d) for _ in range(4))
         self.norm_mlp = LayerNorm(d)
-        self.up = SparseLinear(d, hidden, bias=config.bias, **sparse)
-        self.down = SparseLinear(hidden, d, bias=config.bias, **sparse)
+        self.up, self.down = sparse(d, hidden), sparse(hidden, d)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, d = x.shape
@@ -148,10 +136,6 @@ class GPT(nn.Module):
         """Return the sparse layers by name, in order."""
         return {name: module for name, module in self.named_modules() if isinstance(module, SparseLinear)}
 
-    def parameters_but(self, excluded: set[int]) -> Iterator[nn.Parameter]:
-        """Return the parameters whose ``id`` is not in ``excluded``."""
-        return (p for p in self.parameters() if id(p) not in excluded)
-
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         """tokens (B, N) int64 -> logits (B, N, vocab_size), or with targets (B, N) the mean loss; -100 is left out.
 
@@ -175,5 +159,3 @@ class GPT(nn.Module):
 def _initialise(module: nn.Module) -> None:
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.zeros_(module.bias)

@@ -30,32 +30,19 @@ class RMSNorm(torch.nn.RMSNorm):
         eps, elementwise_affine, device, dtype: as in PyTorch. Without ``eps`` it is the machine epsilon of float32, or of
             float64 for float64 inputs.
 
-    Raises:
-        ValueError: ``normalized_shape`` names more than one dimension.
     """
 
-    def __init__(
-        self,
-        normalized_shape: int | list[int] | torch.Size,
-        eps: float | None = None,
-        elementwise_affine: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
-        if len(self.normalized_shape) != 1:
-            raise ValueError(f"RMSNorm: normalized_shape must name one dimension, got {tuple(self.normalized_shape)}")
-
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
-        """(..., N) -> (..., N); with a residual (..., N) the pair of the normalized sum and the sum."""
+        """(..., N) -> (..., N); with a residual (..., N) the pair of the normalized sum and the sum.
+
+        Raises ``ValueError`` for another shape, and where ``normalized_shape`` names more than one dimension.
+        """
         if x.shape[-1:] != self.normalized_shape:
-            raise ValueError(f"RMSNorm: input must have shape (..., {self.normalized_shape[0]}), got {tuple(x.shape)}")
-        eps = (
-            torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
-            if self.eps is None
-            else self.eps
-        )
-        return rms_norm(x, self.weight, eps, residual=residual)
+            raise ValueError(
+                f"RMSNorm: normalized_shape {tuple(self.normalized_shape)} must be the last dimension, got {tuple(x.shape)}"
+            )
+        eps = torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
+        return rms_norm(x, self.weight, eps if self.eps is None else self.eps, residual=residual)
 
 
 class SparseLinear(torch.nn.Linear):

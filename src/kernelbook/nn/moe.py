@@ -43,14 +43,24 @@ class LoRAModule(torch.nn.Module):
     rank: int = 0
     scaling: float = 1.0
 
-    def _check_lora(self, rank: int, alpha: float | None, dtype: torch.dtype | None) -> tuple[int, float]:
-        """Return the rank and the scaling. Nothing is changed."""
+    def _add_pairs(self, rank: int, alpha: float | None, dtype: torch.dtype | None, weights: dict[str, Any]) -> None:
+        """Give each of ``weights`` (..., N, K) a pair of parameters: ``<name>_a`` (..., r, K) and ``<name>_b`` (..., N, r)."""
         op = f"{type(self).__name__.removeprefix('Parametrized')}.add_lora"
         rank = arguments.integer(op, "rank", rank, least=1)
         arguments.check_choice(op, "dtype", dtype, (None, *arguments.FLOATING))
         if self.rank:
             raise ValueError(f"{op}: the module must have no LoRA pairs yet, got one with pairs of rank {self.rank}")
-        return rank, 1.0 if alpha is None else arguments.number(op, "alpha", alpha) / rank
+        scaling = 1.0 if alpha is None else arguments.number(op, "alpha", alpha) / rank
+        pairs: dict[str, torch.nn.Parameter] = {}
+        for name, weight in weights.items():
+            *experts, n, k = weight.shape
+            where: dict[str, Any] = {"device": weight.device, "dtype": dtype or weight.dtype}
+            for part, shape in (("a", (rank, k)), ("b", (n, rank))):
+                pairs[f"{name}_{part}"] = torch.nn.Parameter(torch.empty(*experts, *shape, **where))
+            _draw_pair(pairs[f"{name}_a"], pairs[f"{name}_b"])
+        for name, parameter in pairs.items():  # from here on nothing raises
+            self.register_parameter(name, parameter)
+        self.rank, self.scaling = rank, scaling
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -141,21 +151,11 @@ class GatedExperts(LoRAModule):
         Raises ``TypeError`` for a rank or an alpha that is no number, and ``ValueError`` where there are pairs already, for a
         rank below 1 and for another dtype.
         """
-        rank, scaling = self._check_lora(rank, alpha, dtype)
-        pairs: dict[str, torch.nn.Parameter] = {}
         weights = {name: stored_weight(self, name) for name in self._sizes()}
-        for name, (n, k) in self._sizes().items():
-            where: dict[str, Any] = {"device": weights[name].device, "dtype": dtype or weights[name].dtype}
-            for part, shape in (("a", (rank, k)), ("b", (n, rank))):
-                pairs[f"{name}_{part}"] = torch.nn.Parameter(torch.empty(self.num_experts, *shape, **where))
-            _draw_pair(pairs[f"{name}_a"], pairs[f"{name}_b"])
-        # From here on nothing raises.
+        self._add_pairs(rank, alpha, dtype, weights)
         for weight in weights.values():
             if isinstance(weight, torch.Tensor):
                 weight.requires_grad_(False)
-        for name, parameter in pairs.items():
-            self.register_parameter(name, parameter)
-        self.rank, self.scaling = rank, scaling
         return self
 
     def quantize(self, *, block_size: int = 64, double_quant: bool = False) -> "GatedExperts":

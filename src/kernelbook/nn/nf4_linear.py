@@ -1,14 +1,13 @@
 """A linear layer whose weight is frozen in four bits."""
 
 import dataclasses
-from typing import Any
 
 import torch
 
 from kernelbook import arguments
 from kernelbook.linear import linear
 from kernelbook.nf4 import NF4Tensor, nf4_matmul
-from kernelbook.nn.moe import LoRAModule, _draw_pair, quantize_parameter, stored_weight
+from kernelbook.nn.moe import LoRAModule, quantize_parameter, stored_weight
 
 __all__ = ["NF4Linear"]
 
@@ -69,15 +68,9 @@ class NF4Linear(LoRAModule):
         Raises ``TypeError`` for a rank or an alpha that is no number, and ``ValueError`` where there is a pair already, for a
         rank below 1 and for another dtype.
         """
-        rank, scaling = self._check_lora(rank, alpha, dtype)
-        stored = stored_weight(self, "weight")
-        where: dict[str, Any] = {"device": stored.device, "dtype": dtype or stored.dtype}
-        a = torch.nn.Parameter(torch.empty(rank, self.in_features, **where))
-        b = torch.nn.Parameter(torch.empty(self.out_features, rank, **where))
-        _draw_pair(a, b)
+        self._add_pairs(rank, alpha, dtype, {"lora": stored_weight(self, "weight")})
         if self.bias is not None:
             self.bias.requires_grad_(False)
-        self.lora_a, self.lora_b, self.rank, self.scaling = a, b, rank, scaling
         return self
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

@@ -70,13 +70,11 @@ def _check(h: Any, alpha: float | None, limit: float | None) -> None:
 
 
 def _plan(h: torch.Tensor, alpha: float | None, limit: float | None) -> "_Plan | None":
-    kernel = kernels._swiglu_fwd_kernel if alpha is None else kernels._clamped_swiglu_fwd_kernel
-    return _plan_launch(kernel, h, alpha, limit)
+    return _plan_launch(kernels._swiglu_fwd_kernel, h, alpha, limit)
 
 
 def _plan_backward(h: torch.Tensor, dout: torch.Tensor, alpha: float | None, limit: float | None) -> "_Plan | None":
-    kernel = kernels._swiglu_bwd_kernel if alpha is None else kernels._clamped_swiglu_bwd_kernel
-    return _plan_launch(kernel, h, alpha, limit)
+    return _plan_launch(kernels._swiglu_bwd_kernel, h, alpha, limit)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -90,10 +88,9 @@ def _plan_launch(kernel: Any, h: torch.Tensor, alpha: float | None, limit: float
     if rows * inner == 0:
         return None
     height = 1 if h.dtype == torch.float64 else kernels.ROWS  # its exponential takes many registers
-    clamp = {} if alpha is None else {"ALPHA": alpha, "LIMIT": limit}
     launch = launcher(
-        kernel, **clamp, ACC=tl_accumulator(h.dtype), ROWS=height, BLOCK_I=kernels.BLOCK_I, num_warps=kernels.WARPS,
-        repeatable=True,
+        kernel, ALPHA=alpha, LIMIT=limit, ACC=tl_accumulator(h.dtype), ROWS=height, BLOCK_I=kernels.BLOCK_I,
+        num_warps=kernels.WARPS, repeatable=True,
     )  # fmt: skip
     return _Plan(launch, (cdiv(rows, height), cdiv(inner, kernels.BLOCK_I)))
 

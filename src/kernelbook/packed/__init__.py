@@ -150,16 +150,19 @@ class NF4Tensor:
         """The bytes of all its parts."""
         return sum(tensor.nbytes for tensor in self._tensors().values())
 
+    def scales(self) -> torch.Tensor:
+        """(ceil(n / block_size),) float32: of each block, whatever ``absmax`` holds."""
+        if self.nested_absmax is None or self.nested_code is None:
+            return self.absmax
+        nested = self.nested_absmax.repeat_interleave(NESTED_BLOCK)[: self.absmax.numel()]
+        scales = self.nested_code[self.absmax.int()] * nested
+        return scales if self.nested_offset is None else scales + self.nested_offset
+
     def as_float64(self) -> torch.Tensor:
         """What it stands for, dense: each product of code and scale rounded once to float32, as kernels round it."""
-        scale = self.absmax
-        if self.nested_absmax is not None:
-            assert self.nested_code is not None
-            nested = self.nested_absmax.repeat_interleave(NESTED_BLOCK)[: scale.numel()]
-            scale = self.nested_code[scale.int()] * nested
-            scale = scale if self.nested_offset is None else scale + self.nested_offset
+        scales = self.scales().repeat_interleave(self.block_size)[: self.numel]
         index = torch.stack((self.packed >> 4, self.packed & 15), -1).flatten()[: self.numel].int()
-        return (self.code[index] * scale.repeat_interleave(self.block_size)[: self.numel]).double().view(self.shape)
+        return (self.code[index] * scales).double().view(self.shape)
 
     def to(self, device: torch.device | str) -> "NF4Tensor":
         """The same on ``device``."""

@@ -6,7 +6,7 @@ high bytes in the other four, and one ``prmt`` picks four bytes of eight by the 
 them and a third that chooses by the elements' fourth bit look up one byte of four elements, and another two mix low and
 high bytes: some two and a half instructions an element.
 
-A block's scale comes in one of two ways. It multiplies the table before the look-ups (``scaled_table`` and ``lookup``), in
+A block's scale comes in one of two ways. It multiplies the table before the look-ups (``pairs_by_table``), in
 float32 and with one rounding: exact, and worth it where a thread has 32 elements or more of a block. Or it multiplies the
 pairs (``decoded``), split in two 16-bit numbers so that its own rounding is not felt.
 
@@ -112,10 +112,18 @@ TABLE_FP16 = tl.constexpr(_table_asm("cvt.rn.f16x2.f32"))
 TABLE_REGISTERS = tl.constexpr("=&r," * 8 + ",".join("f" * 17))
 
 
+# As above, but for the scale: the table is $5 to $12.
+LOOKUP = _asm(re.sub(r"\$(\d+)", lambda m: f"${int(m[1]) - 2 * (int(m[1]) > 6)}", _LOOK_UP), _PLAIN)
+LOOKUP_REGISTERS = tl.constexpr("=&r," * 4 + ",".join("r" * 9))
+
+
 @triton.jit
-def scaled_table(code, scale, dtype: tl.constexpr):
-    """The sixteen values (floats) times each of ``scale``, rounded to 16 bits: eight tensors of its shape for ``lookup``."""
-    return tl.inline_asm_elementwise(
+def pairs_by_table(words, code, scale, dtype: tl.constexpr):
+    """Words (R, C, W), the sixteen values (floats), scales (R, C) -> pairs as :func:`pairs` gives them.
+
+    The values are multiplied with each scale and rounded before they are looked up.
+    """
+    v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
         TABLE_BF16 if dtype == tl.bfloat16 else TABLE_FP16,
         TABLE_REGISTERS,
         [
@@ -126,22 +134,12 @@ def scaled_table(code, scale, dtype: tl.constexpr):
         is_pure=True,
         pack=1,
     )  # fmt: skip
-
-
-# As above, but for the scale: the table is $5 to $12.
-LOOKUP = _asm(re.sub(r"\$(\d+)", lambda m: f"${int(m[1]) - 2 * (int(m[1]) > 6)}", _LOOK_UP), _PLAIN)
-LOOKUP_REGISTERS = tl.constexpr("=&r," * 4 + ",".join("r" * 9))
-
-
-@triton.jit
-def lookup(words, values):
-    """Words (R, C, W) and tables (R, C) -> pairs of 16-bit numbers in int32, (R, C, W, 2, 2), the second one at (1, 0)."""
     p0, p1, p2, p3 = tl.inline_asm_elementwise(
         LOOKUP,
         LOOKUP_REGISTERS,
         [
-            words, values[0][:, :, None], values[1][:, :, None], values[2][:, :, None], values[3][:, :, None],
-            values[4][:, :, None], values[5][:, :, None], values[6][:, :, None], values[7][:, :, None],
+            words, v0[:, :, None], v1[:, :, None], v2[:, :, None], v3[:, :, None],
+            v4[:, :, None], v5[:, :, None], v6[:, :, None], v7[:, :, None],
         ],
         dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
         is_pure=True,
@@ -187,15 +185,8 @@ def in_two(scale, dtype: tl.constexpr):
 
 
 @triton.jit
-def halves(pair, dtype: tl.constexpr):
-    """The two 16-bit numbers of an int32, (..., 2)."""
-    low = (pair & 0xFFFF).to(tl.int16).to(dtype, bitcast=True)
-    return tl.join(low, (pair >> 16).to(tl.int16).to(dtype, bitcast=True))
-
-
-@triton.jit
 def pairs(word, scale, values, dtype: tl.constexpr, SCALE: tl.constexpr):
-    """Words (...) and their blocks' scales -> four pairs of 16-bit numbers in int32, (...) each."""
+    """Words (...) and their blocks' scales -> pairs of 16-bit numbers in int32, (..., 2, 2), the second one at (1, 0)."""
     IS_BF16: tl.constexpr = dtype == tl.bfloat16
     if SCALE == "e8m0":
         p0, p1, p2, p3 = tl.inline_asm_elementwise(
@@ -216,76 +207,61 @@ def pairs(word, scale, values, dtype: tl.constexpr, SCALE: tl.constexpr):
             [word, first, second, values[0], values[1], values[2], values[3], values[4], values[5], values[6], values[7]],
             dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
         )  # fmt: skip
-    return p0, p1, p2, p3
+    return tl.join(tl.join(p0, p1), tl.join(p2, p3))
 
 
 @triton.jit
 def decoded(word, scale, values, dtype: tl.constexpr, SCALE: tl.constexpr):
     """Words (...) and their blocks' scales -> the eight elements of each, (..., 2, 2, 2), the first one at (0, 0, 0).
 
-    The dimensions are in the order in which they arise: the last tells words of four elements, the first pairs' halves.
+    The dimensions are in the order in which they arise: the first tells the pairs of four elements, the last a pair's halves.
     """
-    p0, p1, p2, p3 = pairs(word, scale, values, dtype, SCALE)
-    lower = tl.join(halves(p0, dtype), halves(p1, dtype))
-    return tl.join(lower, tl.join(halves(p2, dtype), halves(p3, dtype)))
+    found = pairs(word, scale, values, dtype, SCALE)
+    low = (found & 0xFFFF).to(tl.int16).to(dtype, bitcast=True)
+    return tl.join(low, (found >> 16).to(tl.int16).to(dtype, bitcast=True))
+
+
+# --- scales ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def stored_scale(block0, blocks, mask, absmax_ptr, nested_absmax_ptr, SCALE: tl.constexpr):
+    """Load what the scales of the blocks block0 (64-bit) + blocks (32-bit) are made of: the stored value, and its own scale."""
+    stored = tl.load(absmax_ptr + block0 + blocks, mask=mask, other=0)
+    nested = stored
+    if SCALE == "nested" or SCALE == "e4m3":
+        nested0 = block0 // NESTED_BLOCK
+        within = (block0 - nested0 * NESTED_BLOCK).to(tl.int32)
+        nested = tl.load(nested_absmax_ptr + nested0 + (within + blocks) // NESTED_BLOCK, mask=mask, other=0)
+    return stored, nested
+
+
+@triton.jit
+def scale_of(stored, nested, mask, nested_code_ptr, offset, SCALE: tl.constexpr):
+    """The scales in float32, of what :func:`stored_scale` loaded; zero where there is none (``mask``), or what is stored there.
+
+    But of e8m0, which has no zero: there elements are. ``offset``: a number or a pointer to it.
+    """
+    value = stored
+    if SCALE == "e8m0":  # powers of two; 0 is 2^-127, which has no exponent of its own, 255 is NaN
+        power = stored.to(tl.int32)
+        value = tl.maximum(power << 23, 0x400000).to(tl.float32, bitcast=True)
+        value = tl.where(power == 255, float("nan"), value)
+    elif SCALE == "e4m3":  # without a sign; 127 is NaN
+        e4m3 = stored.to(tl.int32)
+        # Shifted, all bits are in their places; 2^120 corrects the bias.
+        value = (e4m3 << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
+        value = tl.where(e4m3 == 127, float("nan"), value) * nested
+    elif SCALE == "nested":
+        nothing: tl.constexpr = None if mask is None else 0
+        value = tl.load(nested_code_ptr + stored.to(tl.int32), mask=mask, other=nothing)
+        # Two roundings, as bitsandbytes has it: an addition is never fused with an fma.
+        value = tl.fma(value, nested, 0.0) + (tl.load(offset) if offset.dtype.is_ptr() else offset)
+        value = value if mask is None else tl.where(mask, value, 0.0)
+    return value
 
 
 # --- tiles ----------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def twice_rounded(value, scale, offset):
-    """value * scale + offset with two roundings, as bitsandbytes has it: an addition is never fused with an fma."""
-    return tl.fma(value, scale, 0.0) + offset
-
-
-@triton.jit
-def from_e8m0(stored):
-    """Powers of two (uint8) in float32; 255 is NaN."""
-    stored = stored.to(tl.int32)
-    power = tl.maximum(stored << 23, 0x400000).to(
-        tl.float32, bitcast=True
-    )  # 0 is 2^-127, which has no exponent of its own
-    return tl.where(stored == 255, float("nan"), power)
-
-
-@triton.jit
-def from_e4m3(stored):
-    """e4m3 without a sign (uint8) in float32; 127 is NaN."""
-    stored = stored.to(tl.int32)
-    value = (stored << 20).to(
-        tl.float32, bitcast=True
-    ) * 1.329227995784916e36  # 2^120: its bits in their places, but the bias
-    return tl.where(stored == 127, float("nan"), value)
-
-
-@triton.jit
-def block_scale(
-    block0, blocks, mask,
-    absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr,
-    SCALE: tl.constexpr,
-):  # fmt: skip
-    """The scales of the blocks block0 (64-bit) + blocks (32-bit), in float32; zero where there is none (``mask``).
-
-    But of e8m0, which has no zero: there elements are.
-    """
-    nothing: tl.constexpr = None if mask is None else 0
-    stored = tl.load(absmax_ptr + block0 + blocks, mask=mask, other=nothing)
-    if SCALE == "float32":
-        value = stored
-    elif SCALE == "e8m0":
-        value = from_e8m0(stored)
-    else:
-        nested0 = block0 // NESTED_BLOCK
-        within = (block0 - nested0 * NESTED_BLOCK).to(tl.int32)
-        scale = tl.load(nested_absmax_ptr + nested0 + (within + blocks) // NESTED_BLOCK, mask=mask, other=nothing)
-        if SCALE == "e4m3":
-            value = from_e4m3(stored) * scale
-        else:
-            value = tl.load(nested_code_ptr + stored.to(tl.int32), mask=mask, other=nothing)
-            value = twice_rounded(value, scale, tl.load(nested_offset_ptr))
-            value = value if mask is None else tl.where(mask, value, 0.0)
-    return value
 
 
 @triton.jit
@@ -312,14 +288,13 @@ def load_tile(
     offs_c = tl.arange(0, GROUPS)[None, :] * GROUP
     offs = offs_r * cols + offs_c  # (ROWS, GROUPS)
     mask = (offs_r < rows - row0) & (offs_c < cols - col0)
-    scale = block_scale(
-        block0, (within + offs) // BLOCK_SIZE, mask,
-        absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, SCALE,
-    )[:, :, None]  # fmt: skip
+    blocks = (within + offs) // BLOCK_SIZE
+    stored, nested = stored_scale(block0, blocks, mask, absmax_ptr, nested_absmax_ptr, SCALE)
+    scale = scale_of(stored, nested, mask, nested_code_ptr, nested_offset_ptr, SCALE)[:, :, None]
     offs_w = (offs // 8)[:, :, None] + tl.arange(0, GROUP // 8)[None, None, :]
     word = tl.load(packed_ptr + element0 // 8 + offs_w, mask=mask[:, :, None], other=0)  # (ROWS, GROUPS, GROUP / 8)
     if PERMUTE:
-        w = tl.permute(decoded(word, scale, values, dtype, SCALE), (0, 1, 2, 5, 4, 3))
+        w = tl.permute(decoded(word, scale, values, dtype, SCALE), (0, 1, 2, 4, 3, 5))
     else:
         offs_e = tl.arange(0, 8)
         index = (word[:, :, :, None] >> ((4 * offs_e) ^ 4)[None, None, None, :]) & 15

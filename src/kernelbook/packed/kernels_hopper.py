@@ -24,18 +24,12 @@ import triton.experimental.gluon.language as gl
 import triton.language as tl  # whose barrier has one name in every version
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from kernelbook.packed.kernels import NESTED_BLOCK, from_e4m3, from_e8m0, lookup, pairs, scaled_table, twice_rounded
-from kernelbook.tiles import grouped
+from kernelbook.packed.kernels import pairs, pairs_by_table, scale_of, stored_scale
+from kernelbook.tiles import grouped, is_last_share
 
 GROUP = gl.constexpr(8)  # tiles below each other that share what is read of W
 STAGES = gl.constexpr(4)  # tiles of x on their way, or in use
 PREFETCH = gl.constexpr(4)  # by how many steps words come before x does
-
-
-@gluon.constexpr_function
-def is_nested(scale):
-    """Whether a block's scale is scaled in turn."""
-    return scale in ("nested", "e4m3")
 
 
 @gluon.constexpr_function
@@ -50,81 +44,32 @@ def padded_rank(rank):
     return max(16, 1 << (rank - 1).bit_length())
 
 
+@gluon.constexpr_function
+def rows_layout(block_n):
+    """Of a tile of y: eight columns a thread, the threads of a warp side by side."""
+    return gl.BlockedLayout([1, 8], [32 * 8 // block_n, block_n // 8], [block_n // 16, 1], [1, 0])
+
+
 @gluon.jit
 def _decode(
     words, scale, code, smem, dtype: gl.constexpr, SCALE: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr
 ):  # fmt: skip
     """Words (ROWS, COLS / P, P / 8) and scales (ROWS, COLS / P) into shared memory (ROWS, COLS)."""
     if is_e2m1(SCALE):
-        p0, p1, p2, p3 = pairs(words, gl.expand_dims(scale, 2), None, dtype, SCALE)
-        found = gl.join(gl.join(p0, p1), gl.join(p2, p3))
+        found = pairs(words, gl.expand_dims(scale, 2), None, dtype, SCALE)
     else:
-        found = lookup(words, scaled_table(code, scale, dtype))
+        found = pairs_by_table(words, code, scale, dtype)
     found = gl.permute(found, (0, 1, 2, 4, 3))  # (ROWS, COLS / P, P / 8, 2, 2), the first pair at (0, 0)
     as_pairs: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
     smem._reinterpret(gl.int32, [ROWS, COLS // 2], as_pairs).store(gl.reshape(found, (ROWS, COLS // 2)))
 
 
 @gluon.jit
-def _stored_scale(block0, blocks, mask, absmax_ptr, nested_absmax_ptr, SCALE: gl.constexpr):
-    """What there is to load for a scale, long before it is used: the stored value, and what scales it in turn."""
-    stored = gl.load(absmax_ptr + block0 + blocks, mask=mask, other=0)
-    nested = stored
-    if is_nested(SCALE):
-        nested0 = block0 // NESTED_BLOCK
-        within = (block0 - nested0 * NESTED_BLOCK).to(gl.int32)
-        nested = gl.load(nested_absmax_ptr + nested0 + (within + blocks) // NESTED_BLOCK, mask=mask, other=0.0)
-    return stored, nested
-
-
-@gluon.jit
-def _scale(parts, nested_code_ptr, offset, SCALE: gl.constexpr):
-    stored, nested = parts
-    if SCALE == "e8m0":
-        scale = from_e8m0(stored)
-    elif SCALE == "e4m3":
-        scale = from_e4m3(stored) * nested
-    elif SCALE == "nested":
-        scale = twice_rounded(gl.load(nested_code_ptr + stored.to(gl.int32)), nested, offset)
-    else:
-        scale = stored
-    return scale
-
-
-@gluon.jit
-def _copy_x(smem, x_ptrs, inside, some):
-    async_copy.async_copy_global_to_shared(smem, x_ptrs, mask=inside[None, :] & some[:, None])
-
-
-@gluon.jit
-def _no_tile(
-    first, rows, pid_n, order_ptr, y_ptr, width,
-    Y_GROUPED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-):  # fmt: skip
-    """Rows that belong to no expert are zero."""
-    WARPS: gl.constexpr = BLOCK_N // 16
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // BLOCK_N, BLOCK_N // 8], [WARPS, 1], [1, 0])
-    offs_t = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, layout))
-    positions = first + gl.minimum(offs_t, rows - 1)
-    y_rows = positions if Y_GROUPED else gl.load(order_ptr + positions)
-    offs_n = pid_n * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout))
-    y_ptrs = y_ptr + (y_rows.to(gl.int64) * width)[:, None] + offs_n[None, :]
-    zeros = gl.zeros((BLOCK_M, BLOCK_N), y_ptr.dtype.element_ty, layout)
-    gl.store(y_ptrs, zeros, mask=(offs_t < rows)[:, None] & (offs_n < width)[None, :])
-
-
-@gluon.jit
 def _store_tile(
-    acc, expert, first, rows, n0, order_ptr, bias_ptr, y_ptr, width,
-    Y_GROUPED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    y, first, rows, n0, order_ptr, y_ptr, width,
+    layout: gl.constexpr, Y_GROUPED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """acc (BLOCK_N, BLOCK_M) and the bias."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // BLOCK_N, BLOCK_N // 8], [BLOCK_N // 16, 1], [1, 0])
-    if bias_ptr is not None:
-        c_n = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, acc.type.layout))
-        bias = gl.load(bias_ptr + expert.to(gl.int64) * width + c_n, mask=c_n < width, other=0.0)
-        acc += bias.to(gl.float32)[:, None]
-    y = gl.convert_layout(gl.permute(acc.to(y_ptr.dtype.element_ty), (1, 0)), layout)
+    """Store y (BLOCK_M, BLOCK_N) from column n0 on, in the rows that the tile's positions stand for."""
     offs_t = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, layout))
     positions = first + gl.minimum(offs_t, rows - 1)
     y_rows = positions if Y_GROUPED else gl.load(order_ptr + positions)
@@ -214,7 +159,8 @@ def _tile(
         async_copy.async_copy_global_to_shared(ring.index(s), word_ptrs + s * step_words, mask=mask)
     async_copy.commit_group()
     for s in gl.static_range(STAGES - 2):
-        _copy_x(x_smem.index(s), x_ptrs + s * BLOCK_K, offs_k + s * BLOCK_K < length, offs_t < BLOCK_M)
+        mask = (offs_k + s * BLOCK_K < length)[None, :] & (offs_t < BLOCK_M)[:, None]
+        async_copy.async_copy_global_to_shared(x_smem.index(s), x_ptrs + s * BLOCK_K, mask=mask)
         at = s + PREFETCH
         mask = gl.expand_dims((offs_r + at * row_of_step < N) & (offs_c + at * col_of_step < K), 2)
         async_copy.async_copy_global_to_shared(ring.index(at % RING), word_ptrs + at * step_words, mask=mask)
@@ -224,10 +170,11 @@ def _tile(
     for s in gl.static_range(3):
         inside = (offs_r + s * row_of_step < N) & (offs_c + s * col_of_step < K)
         blocks = (within + (offs_r + s * row_of_step) * K + offs_c + s * col_of_step) // BLOCK_SIZE
-        scales += (_stored_scale(block0, blocks, inside, absmax_ptr, nested_absmax_ptr, SCALE),)
+        scales += (stored_scale(block0, blocks, inside, absmax_ptr, nested_absmax_ptr, SCALE),)
     async_copy.wait_group(STAGES - 2)
     words = ring.index(0).load(words_layout)
-    _decode(words, _scale(scales[0], nested_code_ptr, offset, SCALE), code, w_smem.index(0), dtype, SCALE, ROWS, COLS)
+    scale = scale_of(scales[0][0], scales[0][1], None, nested_code_ptr, offset, SCALE)
+    _decode(words, scale, code, w_smem.index(0), dtype, SCALE, ROWS, COLS)
     stored1, nested1 = scales[1]
     stored2, nested2 = scales[2]
     acc = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, layout=mma)
@@ -262,18 +209,19 @@ def _tile(
         token = warpgroup_mma(w, x_smem.index(i % STAGES).permute((1, 0)), acc, is_async=True)
         # What these copies overwrite, the products of two steps before have read; so has what is decoded.
         at = i + STAGES - 2
-        _copy_x(x_smem.index(at % STAGES), x_ptrs + at * BLOCK_K, offs_k + at * BLOCK_K < length, offs_t < BLOCK_M)
+        mask = (offs_k + at * BLOCK_K < length)[None, :] & (offs_t < BLOCK_M)[:, None]
+        async_copy.async_copy_global_to_shared(x_smem.index(at % STAGES), x_ptrs + at * BLOCK_K, mask=mask)
         at += PREFETCH
         mask = gl.expand_dims((offs_r + at * row_of_step < N) & (offs_c + at * col_of_step < K), 2)
         async_copy.async_copy_global_to_shared(ring.index(at % RING), word_ptrs + at * step_words, mask=mask)
         async_copy.commit_group()
-        scale = _scale((stored1, nested1), nested_code_ptr, offset, SCALE)
+        scale = scale_of(stored1, nested1, None, nested_code_ptr, offset, SCALE)
         stored1 = stored2
         nested1 = nested2
         at = i + 3
         inside = (offs_r + at * row_of_step < N) & (offs_c + at * col_of_step < K)
         blocks = (within + (offs_r + at * row_of_step) * K + offs_c + at * col_of_step) // BLOCK_SIZE
-        stored2, nested2 = _stored_scale(block0, blocks, inside, absmax_ptr, nested_absmax_ptr, SCALE)
+        stored2, nested2 = stored_scale(block0, blocks, inside, absmax_ptr, nested_absmax_ptr, SCALE)
         _decode(words, scale, code, w_smem.index((i + 1) % 3), dtype, SCALE, ROWS, COLS)
         acc = warpgroup_mma_wait(1, deps=[token])
     acc = warpgroup_mma_wait(0, deps=[acc])
@@ -285,16 +233,19 @@ def _tile(
         tickets_ptr += gl.program_id(0)
         sums_ptr += gl.program_id(0) * (SPLIT_K * BLOCK_N * BLOCK_M)
         gl.store(sums_ptr + gl.program_id(1) * (BLOCK_N * BLOCK_M) + offs, acc)
-        # All threads' stores come before the ticket. The last program of a tile adds up, in the order of the parts.
-        tl.debug_barrier()
-        is_last = gl.atomic_add(tickets_ptr, 1, sem="acq_rel") == SPLIT_K - 1
+        is_last = is_last_share(tickets_ptr, SPLIT_K)  # which adds up, in the order of the parts
         if is_last:
             acc = gl.load(sums_ptr + offs, cache_modifier=".cg")
             for p in gl.static_range(1, SPLIT_K):
                 acc += gl.load(sums_ptr + p * (BLOCK_N * BLOCK_M) + offs, cache_modifier=".cg")
-            gl.store(tickets_ptr, 0)
     if is_last:
-        _store_tile(acc, expert, first, rows, n0, order_ptr, bias_ptr, y_ptr, width, Y_GROUPED, BLOCK_M, BLOCK_N)
+        if bias_ptr is not None:
+            c_n = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, mma))
+            bias = gl.load(bias_ptr + expert.to(gl.int64) * width + c_n, mask=c_n < width, other=0.0)
+            acc += bias.to(gl.float32)[:, None]
+        y_layout: gl.constexpr = rows_layout(BLOCK_N)
+        y = gl.convert_layout(gl.permute(acc.to(dtype), (1, 0)), y_layout)
+        _store_tile(y, first, rows, n0, order_ptr, y_ptr, width, y_layout, Y_GROUPED, BLOCK_M, BLOCK_N)
 
 
 @gluon.jit(do_not_specialize=["tiles_at", "expert", "E", "M", "top_k"])
@@ -327,8 +278,11 @@ def _many_rows_kernel(
         expert = gl.load(tile_ptr)
         first = gl.load(tile_ptr + 1)
         rows = gl.load(tile_ptr + 2)
-    if expert == E:
-        _no_tile(first, rows, pid_n, routing_ptr, y_ptr, K if BY_ROW else N, Y_GROUPED, BLOCK_M, BLOCK_N)
+    if expert == E:  # rows that belong to no expert are zero
+        layout: gl.constexpr = rows_layout(BLOCK_N)
+        zeros = gl.zeros((BLOCK_M, BLOCK_N), y_ptr.dtype.element_ty, layout)
+        width = K if BY_ROW else N
+        _store_tile(zeros, first, rows, pid_n * BLOCK_N, routing_ptr, y_ptr, width, layout, Y_GROUPED, BLOCK_M, BLOCK_N)
     elif expert >= 0:
         small = BLOCK_M
         if HALVES > 0:

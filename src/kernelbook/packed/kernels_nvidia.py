@@ -20,7 +20,7 @@ import triton.experimental.gluon as gluon
 import triton.experimental.gluon.language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from kernelbook.packed.kernels import block_scale, decoded, table
+from kernelbook.packed.kernels import decoded, scale_of, stored_scale, table
 
 
 @gluon.constexpr_function
@@ -52,11 +52,8 @@ def _load(
     if not EVEN:
         inside = mask_w & (k_w + at < K)
     words = gl.load(word_ptrs + at // 8, mask=gl.expand_dims(inside, 3), other=0, cache_modifier=".cg")
-    scale = block_scale(
-        block0, (elements + at) // BLOCK_SIZE, inside,
-        absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, SCALE,
-    )  # fmt: skip
-    return words, scale
+    stored, nested = stored_scale(block0, (elements + at) // BLOCK_SIZE, inside, absmax_ptr, nested_absmax_ptr, SCALE)
+    return words, scale_of(stored, nested, inside, nested_code_ptr, nested_offset_ptr, SCALE)
 
 
 # How a warp holds W, with two words a lane. Lane 4 r + l has words of the rows r, r + 8, ..., and there the l-th of four parts
@@ -184,8 +181,8 @@ def _few_rows_kernel(
             next_words += (new_words,)
             next_scales += (new_scale,)
             w = decoded(words[d], gl.expand_dims(scales[d], 3), values, dtype, SCALE)
-            # (warp, row, lane, i, half of a pair, pair, half of a word) -> (warp, row, (i, lane, element))
-            w = gl.reshape(gl.permute(w, (0, 1, 3, 2, 6, 5, 4)), (WARPS, ROWS, GROUP))
+            # (warp, row, lane, i, pair, half of a word, half of a pair) -> (warp, row, (i, lane, element))
+            w = gl.reshape(gl.permute(w, (0, 1, 3, 2, 5, 4, 6)), (WARPS, ROWS, GROUP))
             acc = mma_v2(gl.convert_layout(w, left, assert_trivial=True), x, acc)
         words = next_words
         scales = next_scales

@@ -23,7 +23,7 @@ that lies outside the matrix stands for a row of zeros.
 import dataclasses
 
 from kernelbook import runtime  # before Triton, which it sets up
-from kernelbook.tiles import grouped, is_last_share, sum_of_shares
+from kernelbook.tiles import grouped, merge_shares
 
 # isort: split
 import triton
@@ -251,15 +251,14 @@ def _gather_matmul_fwd_tiles_kernel(
     mask_out = mask_m[:, None] & (pos < L_out)[None, :]
     is_last = True
     if partial_ptr is not None:
-        partial_ptrs = partial_ptr + offs_m[:, None] * L_out + pos[None, :]
-        tl.store(partial_ptrs + share.to(tl.int64) * stride_ps, up, mask=mask_out)
+        sums, ptrs = (up,), (partial_ptr,)
         if gate_ptr is not None:
-            tl.store(partial_ptrs + (split + share).to(tl.int64) * stride_ps, gate, mask=mask_out)
-        is_last = is_last_share(semaphores_ptr + tile, split)
-        if is_last:
-            up = sum_of_shares(partial_ptrs, stride_ps, split, mask_out)
-            if gate_ptr is not None:
-                gate = sum_of_shares(partial_ptrs + split.to(tl.int64) * stride_ps, stride_ps, split, mask_out)
+            sums, ptrs = (up, gate), (partial_ptr, partial_ptr + split.to(tl.int64) * stride_ps)
+        offsets = offs_m[:, None] * L_out + pos[None, :]
+        is_last, sums = merge_shares(sums, ptrs, offsets, stride_ps, share, split, semaphores_ptr + tile, mask_out)
+        up = sums[0]
+        if gate_ptr is not None:
+            gate = sums[1]
     if is_last:
         h = up + _bias_at(b_ptr, rows, stride_b, exists, ACC)[None, :]
         if gate_ptr is not None:
@@ -271,19 +270,6 @@ def _gather_matmul_fwd_tiles_kernel(
 
 
 # --- down: rows that add up -----------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _store_share(sums, share, tile, y_ptrs, bias, mask, partial_ptr, offsets, stride_ps, semaphores_ptr, split):
-    """Store the sums plus bias; of several shares, the last program to arrive stores their total."""
-    is_last = True
-    if partial_ptr is not None:
-        tl.store(partial_ptr + share.to(tl.int64) * stride_ps + offsets, sums, mask=mask)
-        is_last = is_last_share(semaphores_ptr + tile, split)
-        if is_last:
-            sums = sum_of_shares(partial_ptr + offsets, stride_ps, split, mask)
-    if is_last:
-        tl.store(y_ptrs, (sums + bias).to(y_ptrs.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -365,10 +351,14 @@ def _scatter_ffn_fwd_down_vector_kernel(
     for t in tl.static_range(TOKENS):
         sums = tl.where((tokens == t)[:, None], tl.sum(acc[t], axis=0)[None, :], sums)
     mask = (tokens < M)[:, None] & mask_c[None, :]
-    _store_share(
-        sums, share, pid_c, y_ptr + tokens[:, None] * stride_ym + offs_c[None, :], bias[None, :], mask,
-        partial_ptr, tokens[:, None] * K_out + offs_c[None, :], stride_ps, semaphores_ptr, split,
-    )  # fmt: skip
+    is_last = True
+    if partial_ptr is not None:
+        offsets, semaphore_ptr = tokens[:, None] * K_out + offs_c[None, :], semaphores_ptr + pid_c
+        is_last, merged = merge_shares((sums,), (partial_ptr,), offsets, stride_ps, share, split, semaphore_ptr, mask)
+        sums = merged[0]
+    if is_last:
+        y_ptrs = y_ptr + tokens[:, None] * stride_ym + offs_c[None, :]
+        tl.store(y_ptrs, (sums + bias[None, :]).to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["L", "split"])
@@ -437,11 +427,15 @@ def _scatter_ffn_fwd_down_tiles_kernel(
             sums = tl.dot(h, w, sums, input_precision="ieee", out_dtype=ACC)
     bias = _bias_at(b_ptr, offs_c.to(tl.int64), stride_b, mask_c, ACC)
     offs_m = offs_m.to(tl.int64)
-    _store_share(
-        sums, share, tile, y_ptr + offs_m[:, None] * stride_ym + offs_c[None, :], bias[None, :],
-        mask_m[:, None] & mask_c[None, :],
-        partial_ptr, offs_m[:, None] * K_out + offs_c[None, :], stride_ps, semaphores_ptr, split,
-    )  # fmt: skip
+    mask = mask_m[:, None] & mask_c[None, :]
+    is_last = True
+    if partial_ptr is not None:
+        offsets, semaphore_ptr = offs_m[:, None] * K_out + offs_c[None, :], semaphores_ptr + tile
+        is_last, merged = merge_shares((sums,), (partial_ptr,), offsets, stride_ps, share, split, semaphore_ptr, mask)
+        sums = merged[0]
+    if is_last:
+        y_ptrs = y_ptr + offs_m[:, None] * stride_ym + offs_c[None, :]
+        tl.store(y_ptrs, (sums + bias[None, :]).to(y_ptr.dtype.element_ty), mask=mask)
 
 
 # --- rows copied together, for cuBLAS -------------------------------------------------------------------------------

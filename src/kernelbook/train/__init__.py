@@ -13,7 +13,7 @@ from kernelbook.train.loop import CONFIGS, TrainConfig, Trainer, make_data
 from kernelbook.train.optimizer import ChunkAdamW
 from kernelbook.train.schedulers import SCHEDULERS, Scheduler, make_scheduler, weight_features
 from kernelbook.train.step import CapturedStep
-from kernelbook.train.synthetic import CopyData, PlantedTeacher, score_chunks, score_scheduler
+from kernelbook.train.synthetic import PlantedTeacher, score_chunks, score_scheduler
 from kernelbook.train.text import Corpus, TextData, book_encoding
 
 __all__ = [
@@ -21,7 +21,6 @@ __all__ = [
     "SCHEDULERS",
     "CapturedStep",
     "ChunkAdamW",
-    "CopyData",
     "Corpus",
     "Layout",
     "PlantedTeacher",

@@ -8,15 +8,13 @@ import collections
 import contextlib
 import dataclasses
 import enum
-import itertools
-import operator
 import os
 import pickle
 import random
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -363,100 +361,29 @@ class CapturedCalls:
 
 @dataclasses.dataclass(eq=False)
 class _State:
-    values: tuple[Hashable, ...]
-    others: tuple[Hashable, ...]
-    names: list[str]
+    """What a graph takes for granted, as one object: keys that compare it by its place take the host less time."""
 
-    def named(self) -> tuple[tuple[str, Hashable], ...]:
-        return tuple(zip(self.names, (*self.values, *self.others), strict=True))
+    values: tuple[Hashable, ...]
 
 
 class Fingerprint:
-    """Fingerprints of the states of models that graphs take for granted, each once: keys compare the object."""
+    """Fingerprints of the states of models that graphs take for granted, each once."""
 
     def __init__(self) -> None:
         self._states: list[_State] = []
-        self._guard: StateGuard | None = None
 
     def __call__(self, model: torch.nn.Module, *others: tuple[str, Hashable]) -> Hashable:
         """Return the object that stands for the state of ``model``, and for names and values of ``others``."""
-        given = tuple(value for _, value in others)
-        if self._guard is not None and self._guard(model) and self._states[0].others == given:
-            return self._states[0]
-        values = state_of(model)
-        for i, state in enumerate(self._states):
-            if state.values == values and state.others == given:
-                self._guard = StateGuard(model) if i == 0 else None  # worth its while where it comes twice in a row
-                break
-        else:
-            names: list[str] = []
-            state_of(model, names)
-            i, state = 0, _State(values, given, [*names, *(name for name, _ in others)])
-            self._states.insert(0, state)
-            self._guard = None
-        self._states.insert(0, self._states.pop(i))
-        del self._states[MAX_KINDS:]
-        return state
-
-
-class StateGuard:
-    """A guard that says whether a model is as it was when this was made, by what :func:`state_of` looks at.
-
-    The objects themselves are compared, not what they say: where they are the same ones the state is the same, and that takes
-    less than half the time. Where one was replaced, by an equal one too, it answers ``False``.
-    """
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
-        self._dicts: list[dict[Any, Any]] = []
-        self._lists: list[Collection[Any]] = []  # and names of dictionaries that modules have as attributes
-        self._empty: list[Collection[Any]] = []
-        self._long: list[Collection[Any]] = []
-        self._tensors: list[torch.Tensor] = []
-        for module in model.modules():
-            self._watch(module.__dict__)
-            for name, value in module.__dict__.items():
-                if name == "config" and hasattr(value, "__dict__"):
-                    self._watch(value.__dict__)
-                elif name in ("_parameters", "_buffers", "_modules") and value:
-                    self._watch(value)
-                elif isinstance(value, dict | list | set):
-                    if len(value) > MANY:
-                        self._long.append(value)
-                    elif not value:
-                        self._empty.append(value)
-                    else:
-                        self._lists.append(value)
-                        if isinstance(value, dict):
-                            self._watch(value)
-        self._lengths, self._objects = self._lengths_now(), list(self._objects_now())
-        self._places = list(map(_place_of, self._tensors))
-
-    def _watch(self, value: dict[Any, Any]) -> None:
-        self._dicts.append(value)
-        self._tensors += [part for part in value.values() if isinstance(part, torch.Tensor)]
-
-    def _lengths_now(self) -> list[int]:
-        return [*map(len, self._dicts), *map(len, self._lists)]
-
-    def _objects_now(self) -> Iterator[Any]:
-        return itertools.chain.from_iterable(itertools.chain(map(dict.values, self._dicts), self._lists))
-
-    def __call__(self, model: torch.nn.Module) -> bool:
-        return (
-            model is self._model
-            and not any(self._empty)
-            and all(len(value) > MANY for value in self._long)
-            and self._lengths_now() == self._lengths
-            and all(map(operator.is_, self._objects_now(), self._objects))
-            and list(map(_place_of, self._tensors)) == self._places
-        )
+        values = (*state_of(model), *others)
+        found = next((state for state in self._states if state.values == values), None) or _State(values)
+        self._states = [found, *(state for state in self._states if state is not found)][:MAX_KINDS]
+        return found
 
 
 def _changes(old: Any, new: Any, name: str = "") -> Iterator[str]:
     """Names of what differs between two keys, which are nested tuples; a name and a value are a pair."""
     if isinstance(old, _State) and isinstance(new, _State):
-        old, new = old.named(), new.named()
+        old, new = old.values, new.values
     if isinstance(old, tuple) and isinstance(new, tuple) and len(old) == len(new) > 0:
         if len(old) == 2 and isinstance(old[0], str) and old[0] == new[0]:
             old, new, name = old[1:], new[1:], f"{name} {old[0]}".strip()
@@ -472,40 +399,31 @@ def _changes(old: Any, new: Any, name: str = "") -> Iterator[str]:
 _PLAIN = frozenset(
     (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.Size)
 )
+_CONTAINERS = frozenset((collections.OrderedDict, dict, list, tuple, set))
 MANY = 16  # parts of a list or a dictionary; longer ones are no settings
 
 
-def state_of(model: torch.nn.Module, names: list[str] | None = None) -> tuple[Hashable, ...]:
-    """Return what a graph takes for granted of a model: where its tensors are, the plain values that its modules have as
-    attributes (modes, rates, adapters), and their hooks; ``names`` gets what each is called. Values of tensors may change;
-    what a pass leaves in a module as a part of its own graph of gradients does not count.
+def state_of(model: torch.nn.Module) -> tuple[tuple[str, Hashable], ...]:
+    """Return by name what a graph takes for granted of a model: where its tensors are, the plain values that its modules have
+    as attributes (modes, rates, adapters), and their hooks. Values of tensors may change; what a pass leaves in a module as a
+    part of its own graph of gradients does not count.
     """
-    found: list[Hashable] = []
-    seen: set[int] = set()
-    todo: list[tuple[str, torch.nn.Module]] = [("", model)]
-    while todo:  # a few microseconds a module
-        path, module = todo.pop()
-        if id(module) in seen:
-            continue
-        seen.add(id(module))
+    found: list[tuple[str, Hashable]] = []
+    configs: set[int] = set()
+    for path, module in model.named_modules():
+        settings: list[tuple[str, Hashable]] = []
         for name, value in module.__dict__.items():
             kind, part = type(value), None
             if kind in _PLAIN:
                 part = value
+            elif kind in _CONTAINERS and (not value or name == "_modules"):
+                continue
             elif kind is collections.OrderedDict:  # of hooks
-                if not value:
-                    continue
                 part = tuple(value)
             elif name == "_parameters" or name == "_buffers":
-                if not value:
-                    continue
                 part = tuple([None if t is None else _place_of(t) for t in value.values()])
-            elif name == "_modules":
-                children = [(child, other) for child, other in value.items() if other is not None]
-                todo += [("" if names is None else f"{path}{child}.", other) for child, other in children]
-                continue
-            elif kind is dict or kind is list or kind is tuple or kind is set:
-                if not 0 < len(value) <= MANY:
+            elif kind in _CONTAINERS:
+                if len(value) > MANY:
                     continue
                 part = tuple(filter(_is_plain, value.items() if kind is dict else value))
             elif isinstance(value, torch.Tensor):
@@ -513,17 +431,16 @@ def state_of(model: torch.nn.Module, names: list[str] | None = None) -> tuple[Ha
                     continue
                 part = _place_of(value)
             elif name == "config":  # many modules share one
-                if id(value) in seen or not hasattr(value, "__dict__"):
+                if id(value) in configs or not hasattr(value, "__dict__"):
                     continue
-                seen.add(id(value))
+                configs.add(id(value))
                 part = tuple([(own, v) for own, v in vars(value).items() if type(v) in _PLAIN])
             elif dataclasses.is_dataclass(value):  # tensors with their scales, as one value
                 part = id(value)
             else:
                 continue
-            found.append(part)
-            if names is not None:
-                names.append(path + name)
+            settings.append((name, part))
+        found.append((path, tuple(settings)))
     return tuple(found)
 
 

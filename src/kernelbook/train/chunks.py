@@ -6,7 +6,7 @@ plain PyTorch by the function of the same name with ``_reference``.
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -30,6 +30,10 @@ __all__ = [
 EPS = 1e-6  # of a neighbour's weight
 
 
+def int32(values: Iterable[int]) -> torch.Tensor:
+    return torch.tensor(list(values), dtype=torch.int32, device=runtime.DEVICE)
+
+
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """The chunks of several layers, one layer after the other, and how many of each may be active.
@@ -37,7 +41,6 @@ class Layout:
     Args:
         counts: chunks of each layer.
         active: how many of them are to be active, at least 1 and at most as many as there are.
-        device: where ids and scores live (default: where kernels run).
 
     Raises:
         ValueError: there is no layer, the lengths differ, or a number is out of range.
@@ -45,7 +48,6 @@ class Layout:
 
     counts: tuple[int, ...]
     active: tuple[int, ...]
-    device: torch.device = dataclasses.field(default_factory=lambda: runtime.DEVICE)
 
     def __post_init__(self) -> None:
         if not self.counts or len(self.counts) != len(self.active):
@@ -57,12 +59,11 @@ class Layout:
                 raise ValueError(f"Layout: active must lie in [1, {count}] for a layer of {count} chunks, got {active}")
 
     @classmethod
-    def of_fraction(cls, counts: Sequence[int], fraction: float, device: torch.device | None = None) -> "Layout":
+    def of_fraction(cls, counts: Sequence[int], fraction: float) -> "Layout":
         """``fraction`` of each layer's chunks, rounded, at least one."""
         if not 0 < fraction <= 1:
             raise ValueError(f"Layout: fraction must lie in (0, 1], got {fraction!r}")
-        active = tuple(max(1, round(fraction * count)) for count in counts)
-        return cls(tuple(counts), active, runtime.DEVICE if device is None else device)
+        return cls(tuple(counts), tuple(max(1, round(fraction * count)) for count in counts))
 
     @property
     def total(self) -> int:
@@ -76,24 +77,21 @@ class Layout:
 
     def starts(self) -> torch.Tensor:
         """(L + 1,) int32: the first chunk of each layer, and the end of the last."""
-        return self._vector([0, *itertools.accumulate(self.counts)])
+        return int32([0, *itertools.accumulate(self.counts)])
 
     def slots(self, skip: Sequence[int] | None = None) -> torch.Tensor:
         """(L,) int32: where the ids of each layer begin, after the first ``skip`` of them."""
         begins = [0, *itertools.accumulate(self.active)][:-1]
-        return self._vector([b + s for b, s in zip(begins, skip or [0] * len(begins), strict=True)])
+        return int32([b + s for b, s in zip(begins, skip or [0] * len(begins), strict=True)])
 
     def layer_of_slot(self) -> torch.Tensor:
         """(total_active,) int64: the layer of each place in ids."""
-        lengths = torch.tensor(self.active, device=self.device)
-        return torch.repeat_interleave(torch.arange(len(self.active), device=self.device), lengths)
+        with runtime.DEVICE:
+            return torch.repeat_interleave(torch.arange(len(self.active)), torch.tensor(self.active))
 
     def split(self, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """(total_active,) -> for each layer its (A,), views."""
         return ids.split(list(self.active))
-
-    def _vector(self, values: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(list(values), dtype=torch.int32, device=self.device)
 
 
 # --- norms ----------------------------------------------------------------------------------------------------------

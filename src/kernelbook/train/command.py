@@ -11,16 +11,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from kernelbook import runtime
 from kernelbook.train.loop import CHOICES, CONFIGS, TrainConfig, Trainer
+from kernelbook.train.text import OWN_TEXTS
 
 __all__ = ["add_arguments", "train"]
-
-# Set by an option of its own.
-_NOT_AN_OPTION = {"corpus"}
 
 
 def _settings_told() -> dict[str, str]:
@@ -39,9 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for log.jsonl, config.json and checkpoint.pt")
     parser.add_argument(
-        "--text", metavar="FILE", help="train on this UTF-8 file; 'stdlib' and 'topics' are Python's own texts"
-    )
-    parser.add_argument(
         "--resume", action="store_true", help="go on from the checkpoint in --out, or begin if there is none"
     )
     parser.add_argument(
@@ -53,8 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("settings", "what --config says, changed (see kernelbook.train.TrainConfig)")
     told = _settings_told()
     for field in dataclasses.fields(TrainConfig):
-        if field.name in _NOT_AN_OPTION:
-            continue
         option, how = "--" + field.name.replace("_", "-"), dict[str, Any](default=None, help=told[field.name])
         if field.type is bool:
             group.add_argument(option, action=argparse.BooleanOptionalAction, **how)
@@ -65,51 +57,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _settings(given: argparse.Namespace) -> TrainConfig:
-    changes: dict[str, Any] = {
-        field.name: getattr(given, field.name)
-        for field in dataclasses.fields(TrainConfig)
-        if field.name not in _NOT_AN_OPTION and getattr(given, field.name) is not None
-    }
-    if given.text is not None:
-        own = given.text in ("stdlib", "topics")
-        changes["corpus"] = given.text if own else str(Path(given.text).absolute())  # to be resumed from anywhere
+    names = [field.name for field in dataclasses.fields(TrainConfig)]
+    changes: dict[str, Any] = {name: value for name in names if (value := getattr(given, name)) is not None}
+    if given.corpus not in (None, *OWN_TEXTS):
+        changes["corpus"] = str(Path(given.corpus).absolute())  # to be resumed from anywhere
     saved = given.out / "config.json"
     if given.config is None and given.resume and saved.exists():
-        try:
-            base = TrainConfig(**json.loads(saved.read_text(encoding="utf-8")))
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"{saved} must hold the settings of a run ({error}); say --config and the settings"
-            ) from None
-    else:
-        base = CONFIGS[given.config or "tiny"]
-        changes.setdefault("cuda_graph", runtime.DEVICE.type == "cuda" and given.parallel is None)
-    config = dataclasses.replace(base, **changes)
-    if given.text is not None and config.task != "text":
-        raise ValueError(f"--text must come with --task text, got --task {config.task}")
-    return config
+        return dataclasses.replace(TrainConfig(**json.loads(saved.read_text(encoding="utf-8"))), **changes)
+    changes.setdefault("cuda_graph", runtime.DEVICE.type == "cuda" and given.parallel is None)
+    return dataclasses.replace(CONFIGS[given.config or "tiny"], **changes)
 
 
 def train(given: argparse.Namespace) -> int:
     """Train once; return 1 if the run did not end well, 2 if its settings or its folder are not in order, 130 if it was interrupted."""
     try:
-        return _train(given)
+        try:
+            trainer = _trainer(given)
+        except Exception as error:  # PyTorch refuses sizes that it cannot have in many ways
+            if runtime.debug_enabled():
+                raise
+            print(f"train: {error or type(error).__name__}", file=sys.stderr)
+            return 2
+        quiet = io.StringIO() if trainer.rank else sys.stdout  # the first rank speaks for all
+        with contextlib.redirect_stdout(quiet):
+            return _run(trainer, given)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def _train(given: argparse.Namespace) -> int:
-    try:
-        trainer = _trainer(given)
-    except Exception as error:  # PyTorch refuses sizes that it cannot have in many ways
-        if runtime.debug_enabled():
-            raise
-        print(f"train: {error or type(error).__name__}", file=sys.stderr)
-        return 2
-    quiet = io.StringIO() if trainer.rank else sys.stdout  # the first rank speaks for all
-    with contextlib.redirect_stdout(quiet):
-        return _run(trainer, given)
 
 
 def _trainer(given: argparse.Namespace) -> Trainer:
@@ -134,7 +108,7 @@ def _run(trainer: Trainer, given: argparse.Namespace) -> int:
         ("kernels are", "interpreted on the CPU" if runtime.INTERPRET else "compiled"),
         ("parameters", f"{parameters:,} in {config.depth} blocks of width {config.width}"),
         *([("ranks", f"{trainer.ranks}, {trainer.parallel}")] if trainer.parallel else []),
-        ("data", f"{config.corpus if config.task == 'text' else config.task}, {trainer.data.digest}"),
+        ("data", f"{config.corpus}, {trainer.data.digest}"),
         ("tokens", f"{trainer.data.vocab_size:,} different ones, {config.batch_size * config.context:,} a step"),
         ("backward", sparse if config.is_sparse(config.steps) else "dense"),
     ]
@@ -153,9 +127,6 @@ def _run(trainer: Trainer, given: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 1
-    except torch.OutOfMemoryError as error:
-        print(f"train: --batch-size, --context or --width must be smaller for this machine; {error}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         print(f"\ntrain: interrupted; --resume --out {given.out} goes on from the last checkpoint", file=sys.stderr)
         return 130

@@ -5,7 +5,6 @@ tells the host anything, so that a whole training step can be enqueued ahead, or
 
     chunk norms   one program a chunk and BLOCK_D columns; reads the gradient once, 4 bytes (or 2) an element
     neighbours    BLOCK_Q chunks against all of their layer: a tile of squared distances, its smallest entry K times
-    above         one program reads all scores, and writes which columns exceed a threshold, in their order
     top chunks    the rank of a chunk is the number of better ones; those whose rank is small enough write their id there
     AdamW         one program a chunk and BLOCK elements; reads 16 and writes 12 bytes an element of those chunks that move
 
@@ -22,7 +21,6 @@ NORMS_CONFIG = triton.Config({"BLOCK_R": 64, "BLOCK_D": 128}, num_warps=4)  # sm
 KNN_TILE = 8192  # distances that one program of the neighbour kernel holds
 TOP_BLOCK = 64  # chunks that one program ranks, against as many at a time
 ADAMW_CONFIG = triton.Config({"BLOCK": 2048}, num_warps=8)
-ABOVE_BLOCK = 8192  # columns that the one program of the kernel for chosen columns looks at in a step
 BLOCK_A = 128  # ids looked at in a step
 
 
@@ -208,30 +206,3 @@ def _adamw_chunks_kernel(
     tl.store(param_ptr + offs, param, mask=mask)
     tl.store(exp_avg_ptr + offs, exp_avg, mask=mask)
     tl.store(exp_avg_sq_ptr + offs, exp_avg_sq, mask=mask)
-
-
-@triton.jit(do_not_specialize=["M", "count"])
-def _columns_above_kernel(
-    scores_ptr, stride_sm,  # (M, N), columns contiguous
-    threshold_ptr,  # one number
-    ids_ptr,  # (count,) int64
-    M, N, count,
-    BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """The columns in which any row exceeds the threshold, as many as there is room for; N in the places that are left."""
-    threshold = tl.load(threshold_ptr).to(tl.float32)
-    within = tl.arange(0, BLOCK_N)
-    found = 0
-    for start in range(0, N, BLOCK_N):
-        offs = start + within
-        best = tl.full((BLOCK_N,), float("-inf"), tl.float32)
-        for m in range(M):
-            scores = tl.load(scores_ptr + m * stride_sm + offs, mask=offs < N, other=float("-inf"))
-            best = tl.maximum(best, scores.to(tl.float32))
-        wanted = (best > threshold).to(tl.int32)
-        place = found + tl.cumsum(wanted, axis=0) - 1
-        tl.store(ids_ptr + place, offs.to(tl.int64), mask=(wanted > 0) & (place < count))
-        found += tl.sum(wanted, axis=0)
-    for start in range(0, count, BLOCK_N):
-        offs = start + within
-        tl.store(ids_ptr + offs, tl.full((BLOCK_N,), N, tl.int64), mask=(offs >= found) & (offs < count))

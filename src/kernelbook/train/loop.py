@@ -6,11 +6,11 @@ two entries in the log the host never waits for the device, so a whole step can 
 
 import contextlib
 import dataclasses
-import importlib.util
 import json
 import math
+import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,20 +20,18 @@ from kernelbook import arguments, runtime
 from kernelbook.nn.gpt import ACTIVATIONS, ATTENTION, GPT, OUTPUTS, GPTConfig
 from kernelbook.train.capture import CapturedCalls
 from kernelbook.train.chunks import Layout, chunk_norms
-from kernelbook.train.files import replacing
 from kernelbook.train.optimizer import INACTIVE, ChunkAdamW
 from kernelbook.train.schedulers import SCHEDULERS, make_scheduler
-from kernelbook.train.synthetic import CopyData, score_chunks
+from kernelbook.train.synthetic import score_chunks
 from kernelbook.train.text import TextData
 
-__all__ = ["CHOICES", "CONFIGS", "Data", "TrainConfig", "Trainer", "make_data"]
+__all__ = ["CHOICES", "CONFIGS", "Data", "TrainConfig", "Trainer", "make_data", "replacing"]
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "mode": ("dense", "sparse_dw", "sparse_dw_dx"),
     "sparse_dx": ("all", "inputs"),
     "scheduler": tuple(SCHEDULERS),
     "inactive": INACTIVE,
-    "task": ("text", "copy"),
     "dtype": ("float32", "bfloat16"),
     "sparse_layers": ("all", "mlp"),
     "attention": tuple(ATTENTION),
@@ -71,8 +69,7 @@ class TrainConfig:
         sparse_layers: which linear layers are sparse: all six of a block, or those of the MLP.
         attention: whose attention.
         activation: of the MLPs; with relu most hidden values become zero.
-        task: real text, or synthetic sequences to copy.
-        corpus: the text, as in :class:`TextData`.
+        corpus: stdlib or topics, which are Python's own texts, or a UTF-8 file.
         vocab_size: tokens of the encoding, which is found on the text.
         batch_size: sequences in a step.
         steps: optimizer steps in all.
@@ -108,7 +105,6 @@ class TrainConfig:
     sparse_layers: str = "all"
     attention: str = "kernelbook"
     activation: str = "gelu"
-    task: str = "text"
     corpus: str = "stdlib"
     vocab_size: int = 4096
     batch_size: int = 16
@@ -183,10 +179,8 @@ CONFIGS: dict[str, TrainConfig] = {
 
 def make_data(config: TrainConfig) -> Data:
     """Return the data that a configuration asks for."""
-    shape: dict[str, Any] = {"batch_size": config.batch_size, "context": config.context, "seed": config.seed}
-    if config.task == "copy":
-        return CopyData(**shape)
-    return TextData(config.corpus, vocab_size=config.vocab_size, **shape)
+    names = ("corpus", "vocab_size", "batch_size", "context", "seed")
+    return TextData(**{name: getattr(config, name) for name in names})
 
 
 class Trainer:
@@ -208,7 +202,6 @@ class Trainer:
         FileExistsError: ``out`` holds a run already and ``resume`` is not set.
         ValueError: the checkpoint belongs to another configuration or corpus or cannot be read, or a CUDA graph is wanted
             without a GPU.
-        ModuleNotFoundError: ``progress`` wants a bar, and tqdm is not installed.
     """
 
     rank, ranks, parallel = 0, 1, ""  # others in :class:`kernelbook.train.parallel.ParallelTrainer`
@@ -224,11 +217,6 @@ class Trainer:
     ) -> None:
         if config.cuda_graph and runtime.DEVICE.type != "cuda":
             raise ValueError("Trainer: cuda_graph must be off where there is no GPU, got True")
-        if progress and importlib.util.find_spec("tqdm") is None:
-            raise ModuleNotFoundError(
-                "Trainer: tqdm, which draws the progress bar, must be installed: pip install 'kernelbook[train]'",
-                name="tqdm",
-            )
         self.config, self.progress = config, progress
         self.out = None if out is None else Path(out)
         if self.out is not None and not resume and (self.out / "log.jsonl").exists():
@@ -256,11 +244,12 @@ class Trainer:
             layer.mode = config.mode
             if config.sparse_dx == "inputs" and config.mode == "sparse_dw_dx" and name.split(".")[-1] in OUTPUTS:
                 layer.mode = "sparse_dw"
-        layout = Layout.of_fraction([layer.num_chunks for layer in self.layers.values()], config.active, device)
+        layout = Layout.of_fraction([layer.num_chunks for layer in self.layers.values()], config.active)
         self.scheduler = make_scheduler(config.scheduler, layout, seed=config.seed)
         self._lr, self._chunk_lr, self._loss, self._grad_norm = (torch.zeros((), device=device) for _ in range(4))
         of_chunks = self._weights()
-        self._rest = list(self.model.parameters_but({id(p) for p in of_chunks}))
+        chunked = {id(p) for p in of_chunks}
+        self._rest = [p for p in self.model.parameters() if id(p) not in chunked]
         self._chunk_adam = ChunkAdamW(
             of_chunks, lr=self._chunk_lr, weight_decay=config.weight_decay, chunk_size=config.chunk_size,
             inactive=config.inactive, unique_rows=True, **ADAM,
@@ -269,18 +258,21 @@ class Trainer:
             {"params": [p for p in self._rest if self._decays(p)], "weight_decay": config.weight_decay},
             {"params": [p for p in self._rest if not self._decays(p)], "weight_decay": 0.0},
         ]
-        how: dict[str, Any] = {"fused": True} if device.type == "cuda" else {"foreach": False}
-        self._rest_adam = torch.optim.AdamW(
-            [group for group in groups if group["params"]], lr=self._lr, capturable=device.type == "cuda", **ADAM, **how
-        )
+        how: dict[str, Any] = {"fused": True, "capturable": True} if device.type == "cuda" else {"foreach": False}
+        self._how = {**ADAM, **how}
+        self._rest_adam = torch.optim.AdamW([group for group in groups if group["params"]], lr=self._lr, **self._how)
         self._norms = torch.zeros(self.scheduler.layout.total, device=device)
         self._active_norms = torch.zeros_like(self._norms[: self.scheduler.layout.total_active])
-        self._inputs, self._targets = (t.clone() for t in self.data.batch(0))
+        self._inputs, self._targets = (t.clone() for t in self._part(self.data.batch(0)))
         self._calls = CapturedCalls("Trainer", capture=config.cuda_graph)
 
     def _decays(self, parameter: torch.Tensor) -> bool:
         embeddings = {id(self.model.tokens.weight), id(self.model.positions.weight)}
         return parameter.ndim > 1 and id(parameter) not in embeddings
+
+    def _part(self, batch: tuple[torch.Tensor, torch.Tensor]) -> Iterable[torch.Tensor]:
+        """Return this rank's part of a batch."""
+        return batch
 
     # --- a step, on the device alone ---
 
@@ -352,7 +344,7 @@ class Trainer:
     def _enqueue(self, step: int) -> None:
         """Start step number ``step`` (from 0), and wait for nothing."""
         config = self.config
-        for mine, new in zip((self._inputs, self._targets), self.data.batch(step), strict=True):
+        for mine, new in zip((self._inputs, self._targets), self._part(self.data.batch(step)), strict=True):
             mine.copy_(new)
         sparse = config.is_sparse(step)
         self._lr.fill_(config.lr_at(step))
@@ -374,7 +366,9 @@ class Trainer:
         config = self.config
         end = config.steps if until is None else min(until, config.steps)
         pending: list[torch.Tensor] = []  # losses and norms that nobody has read
-        with self._bar() as bar:
+        from tqdm import tqdm  # of the extra [train]
+
+        with tqdm(total=config.steps, initial=self.step, unit="step", disable=not self.progress) as bar:
             if self.step == 0 and end > 0 and not self.records:
                 self._evaluate()
             _wait()
@@ -384,7 +378,11 @@ class Trainer:
                 pending.append(torch.stack([self._loss, self._grad_norm]))
                 self.step += 1
                 last = self.step == end
-                if len(pending) == config.log_every or last or self._pauses():
+                if (
+                    len(pending) == config.log_every
+                    or last
+                    or self._due(config.eval_every, config.checkpoint_every, config.probe_every)
+                ):
                     values = torch.stack(pending).tolist()
                     took = time.perf_counter() - started
                     self.seconds += took
@@ -395,35 +393,22 @@ class Trainer:
                         self._evaluate()
                     if self._due(config.checkpoint_every) or last:
                         self.save()
-                    if bar is not None:
-                        bar.update(len(pending))
-                        bar.set_postfix(
-                            loss=f"{self.losses()[-1]:.3f}", validation=f"{self.validation_losses()[-1]:.3f}"
-                        )
+                    bar.update(len(pending))
+                    bar.set_postfix(loss=self.losses()[-1], validation=self.validation_losses()[-1])
                     pending.clear()
                     _wait()
                     started = time.perf_counter()  # what is done between steps does not count
         return self.records
 
-    def _bar(self) -> Any:
-        if not self.progress:
-            return contextlib.nullcontext()
-        from tqdm import tqdm
-
-        return tqdm(total=self.config.steps, initial=self.step, unit="step")
-
-    def _due(self, every: int) -> bool:
-        return every > 0 and self.step % every == 0
-
-    def _pauses(self) -> bool:
-        config = self.config
-        return any(self._due(every) for every in (config.eval_every, config.checkpoint_every, config.probe_every))
+    def _due(self, *every: int) -> bool:
+        return any(steps > 0 and self.step % steps == 0 for steps in every)
 
     @torch.no_grad()
     def evaluate(self) -> float:
         """Return the mean loss over the validation batches."""
         found = []
-        for inputs, targets in self.data.validation_batches(self.config.eval_batches):
+        for batch in self.data.validation_batches(self.config.eval_batches):
+            inputs, targets = self._part(batch)
             with self._autocast():
                 found.append(self.model(inputs, targets))
         return float(torch.stack(found).mean())
@@ -481,8 +466,10 @@ class Trainer:
 
     def _history(self) -> dict[str, Any]:
         """Return what a checkpoint says of the run itself."""
-        config, digest = dataclasses.asdict(self.config), self.data.digest
-        return {"config": config, "digest": digest, "step": self.step, "seconds": self.seconds, "records": self.records}
+        return {
+            "config": dataclasses.asdict(self.config), "digest": self.data.digest, "fsdp": self.parallel == "fsdp",
+            "step": self.step, "seconds": self.seconds, "records": self.records,
+        }  # fmt: skip
 
     def _go_on(self, saved: Mapping[str, Any]) -> None:
         """Take over the history of a run; ``ValueError`` unless this is the same one."""
@@ -501,21 +488,40 @@ class Trainer:
             raise ValueError(
                 f"Trainer: the corpus must be that of the run in {self.out} ({saved['digest']}), got {self.data.digest}"
             )
+        if saved["fsdp"] != (self.parallel == "fsdp"):
+            raise ValueError(
+                f"Trainer: parallel must be 'fsdp' as in the run in {self.out}, or neither, got {self.parallel!r}"
+            )
         self.step, self.seconds, self.records = saved["step"], saved["seconds"], saved["records"]
 
-    def save(self) -> None:
-        """Write ``checkpoint.pt`` in one step: a run that is killed here leaves the one before."""
-        if self.out is None:
-            return
-        state = {
-            "run": self._history(),
+    def _state(self) -> dict[str, Any]:
+        """Return all that changes."""
+        return {
             "model": self.model.state_dict(),
             "chunk_adam": self._chunk_adam.state_dict(),
             "rest_adam": self._rest_adam.state_dict(),
             "scheduler": self.scheduler.state_dict(),
         }
-        with replacing(self.out / "checkpoint.pt") as file:
-            torch.save(state, file)
+
+    def _load(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        for optimizer, name, lr in (
+            (self._chunk_adam, "chunk_adam", self._chunk_lr),
+            (self._rest_adam, "rest_adam", self._lr),
+        ):
+            optimizer.load_state_dict(state[name])
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+
+    def save(self) -> None:
+        """Write ``checkpoint.pt`` in one step: a run that is killed here leaves the one before."""
+        if self.out is None:
+            return
+        state = {"run": self._history(), **self._state()}
+        if self.rank == 0:
+            with replacing(self.out / "checkpoint.pt") as file:
+                torch.save(state, file)
 
     def _resume(self, folder: Path) -> None:
         path = folder / "checkpoint.pt"
@@ -527,15 +533,26 @@ class Trainer:
         except Exception as error:  # torch.load raises many things for a file that is not its own
             raise ValueError(f"Trainer: {path} must be a checkpoint of a run, got another file") from error
         self._go_on(history)
-        self.model.load_state_dict(state["model"])
-        self.scheduler.load_state_dict(state["scheduler"])
-        for optimizer, name, lr in (
-            (self._chunk_adam, "chunk_adam", self._chunk_lr),
-            (self._rest_adam, "rest_adam", self._lr),
-        ):
-            optimizer.load_state_dict(state[name])
-            for group in optimizer.param_groups:
-                group["lr"] = lr
+        self._load(state)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Any]:
+    """A binary file that takes the place of ``path`` when all of it is on the disk, and never else.
+
+    What a process that is killed leaves is ``path`` with ``.tmp`` behind it, which the next one overwrites.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.tmp")
+    try:
+        with part.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def _wait() -> None:

@@ -90,13 +90,9 @@ class ChunkAdamW(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **how})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As of any optimizer; the group is checked as the constructor's arguments are, and left out if it is refused."""
+        """As of any optimizer; the group is checked as the constructor's arguments are."""
         super().add_param_group(param_group)
-        try:
-            self._check(self.param_groups[-1])
-        except (TypeError, ValueError):
-            del self.param_groups[-1]
-            raise
+        self._check(self.param_groups[-1])
 
     @staticmethod
     def _check(group: dict[str, Any]) -> None:

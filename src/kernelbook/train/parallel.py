@@ -1,32 +1,27 @@
 """One run on several ranks: ``torchrun -m kernelbook train --parallel ddp | fsdp``.
 
 The batch of a step is the configuration's, cut among the ranks, so that losses are those of one rank. Every rank trains all
-parameters (``ddp``), or holds a part of each and of its moments (``fsdp``). Gradients of sparse layers travel with their
-active rows alone, see :mod:`kernelbook.distributed.gradients`. All ranks see the same averaged gradients, so their schedulers
+parameters (``ddp``; gradients of sparse layers travel with their active rows alone), or holds a part of each and of its moments
+(``fsdp``), see :mod:`kernelbook.distributed.gradients`. All ranks see the same averaged gradients, so their schedulers
 choose the same chunks.
 
-Checkpoints are PyTorch's distributed ones: a run goes on, exactly, on any number of ranks that divides its batch. They lie in
-``checkpoint-<step>``, and the file ``latest`` says which one is whole: a rank that is killed while it writes leaves the one
-before.
+Rank 0 writes checkpoints, of whole tensors: a run goes on, exactly, on any number of ranks that divides its batch.
 """
 
-import json
-import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from kernelbook import arguments, runtime
-from kernelbook.distributed.gradients import Reduction, reduce_active_rows
+from kernelbook.distributed.gradients import reduce_active_rows
 from kernelbook.distributed.sharding import fully_shard
-from kernelbook.train.loop import Data, TrainConfig, Trainer, make_data
+from kernelbook.train.loop import Data, TrainConfig, Trainer
 
 __all__ = ["PARALLEL", "ParallelTrainer", "start"]
 
@@ -44,74 +39,17 @@ def start() -> None:
     if runtime.DEVICE.type == "cuda":
         device = torch.device("cuda", dist.get_node_local_rank(0))
         torch.cuda.set_device(device)
-        # Checkpoints are agreed upon by CPU messages.
         dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
     else:
         dist.init_process_group("gloo")
 
 
-class _Part:
-    """This rank's part of the data."""
+class _AdamW(torch.optim.AdamW):
+    """AdamW of this rank's rows of the sparse layers, whose gradients are zero in inactive chunks."""
 
-    def __init__(self, data: Data, rank: int, ranks: int) -> None:
-        self.data, self.rank, self.ranks = data, rank, ranks
-        self.vocab_size, self.digest = data.vocab_size, data.digest
-
-    def _own(self, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        inputs, targets = (part.chunk(self.ranks)[self.rank] for part in batch)
-        return inputs, targets
-
-    def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._own(self.data.batch(step))
-
-    def validation_batches(self, count: int) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-        return (self._own(batch) for batch in self.data.validation_batches(count))
-
-
-class _ShardedChunkAdamW:
-    """:class:`kernelbook.train.ChunkAdamW` for this rank's rows of parameters, whose gradients are zero in inactive chunks.
-
-    Rows of inactive chunks rest (``inactive="skip"``) or go on by their moments (``"decay"``), by a mask instead of by
-    leaving them out: how many of a rank's rows are active is known to the device only.
-    """
-
-    def __init__(self, like: Any) -> None:
-        self.group = like.param_groups[0]
-        self.active: dict[torch.Tensor, tuple[torch.Tensor, Any]] = {}  # the chunk of each row, and the layer
-        self.state: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
-
-    def add(self, parameter: torch.Tensor, first: int, layer: Any) -> None:
-        chunk = (first + torch.arange(parameter.shape[0], device=parameter.device)) // self.group["chunk_size"]
-        self.active[parameter] = chunk, layer
-        self.state[parameter] = {
-            "exp_avg": torch.zeros_like(parameter),
-            "exp_avg_sq": torch.zeros_like(parameter),
-            "counts": torch.zeros(layer.num_chunks, dtype=torch.float32, device=parameter.device),
-        }
-
-    @torch.no_grad()
-    def step(self, *, scale: torch.Tensor) -> None:
-        group = self.group
-        (beta1, beta2), lr = group["betas"], group["lr"]
-        for parameter, (chunk, layer) in self.active.items():
-            state = self.state[parameter]
-            rows = torch.ones_like(chunk, dtype=torch.bool)
-            if layer.active_chunks is not None and group["inactive"] == "skip":
-                chosen = torch.zeros_like(state["counts"])
-                chosen[layer.active_chunks] = 1
-                state["counts"] += chosen
-                rows = chosen[chunk] > 0
-            else:
-                state["counts"] += 1
-            grad = parameter.grad * scale  # type: ignore[operator]
-            count = state["counts"][chunk].double().clamp_min(1)
-            correction1, correction2 = ((1 - beta**count).float()[:, None] for beta in (beta1, beta2))
-            mean = beta1 * state["exp_avg"] + (1 - beta1) * grad
-            square = beta2 * state["exp_avg_sq"] + (1 - beta2) * grad * grad
-            update = (mean / correction1) / ((square / correction2).sqrt() + group["eps"])
-            moved = parameter * (1 - lr * group["weight_decay"]) - lr * update
-            for old, new in ((state["exp_avg"], mean), (state["exp_avg_sq"], square), (parameter, moved)):
-                old.copy_(torch.where(rows[:, None], new, old))
+    def step(self, *, scale: torch.Tensor) -> None:  # type: ignore[override]
+        torch._foreach_mul_([p.grad for group in self.param_groups for p in group["params"]], scale)
+        super().step()
 
 
 class ParallelTrainer(Trainer):
@@ -123,7 +61,8 @@ class ParallelTrainer(Trainer):
         data, out, resume, progress: as :class:`Trainer`; ``out`` is a folder that all ranks see, rank 0 writes the log.
 
     Raises:
-        FileExistsError, ValueError: as :class:`Trainer`; the batch does not divide, or a CUDA graph is wanted.
+        FileExistsError, ValueError: as :class:`Trainer`; the batch does not divide, a CUDA graph is wanted, or with ``"fsdp"``
+            rows without gradient are to rest: how many of a rank's rows have one is known to the device only.
     """
 
     def __init__(
@@ -142,50 +81,46 @@ class ParallelTrainer(Trainer):
             raise ValueError(
                 f"ParallelTrainer: batch_size must be a multiple of the ranks ({self.ranks}), got {config.batch_size}"
             )
+        if parallel == "fsdp" and config.mode != "dense" and config.inactive != "decay":
+            raise ValueError(f"ParallelTrainer: inactive must be 'decay' with fsdp, got {config.inactive!r}")
         if config.cuda_graph:
             raise ValueError("ParallelTrainer: cuda_graph must be off, got True")
-        if out is not None and (Path(out) / "checkpoint.pt").exists():
-            raise ValueError(f"ParallelTrainer: {out} holds a run on one GPU, which goes on without --parallel")
-        self.reduction: Reduction | None = None
-        part = _Part(make_data(config) if data is None else data, self.rank, self.ranks)
-        super().__init__(config, part, out=out, resume=resume, progress=progress and self.rank == 0)
+        super().__init__(config, data, out=out, resume=resume, progress=progress and self.rank == 0)
 
     # --- what a run is made of ---
 
-    @property
-    def reduced_bytes(self) -> int:
-        """Return what the last step put into all-reduces of sparse layers' gradients."""
-        return 0 if self.reduction is None else self.reduction.bytes
+    def _part(self, batch: tuple[torch.Tensor, torch.Tensor]) -> Iterable[torch.Tensor]:
+        return (part.chunk(self.ranks)[self.rank] for part in batch)
 
     def _build(self) -> None:
         super()._build()
-        self._device_type = runtime.DEVICE.type
         if self.parallel == "ddp":
             if self.config.mode != "dense":
-                self.reduction = reduce_active_rows(self.model)
+                reduce_active_rows(self.model)
             self._forward: Any = DistributedDataParallel(self.model)
             return
         before = {id(parameter): name for name, parameter in self.model.named_parameters()}
         for layer in self.layers.values():
             layer.compact_gradient = False  # FSDP2 wants gradients of the parameters' shape
-        mesh = init_device_mesh(self._device_type, (self.ranks,))
+        mesh = init_device_mesh(runtime.DEVICE.type, (self.ranks,))
         for block in self.model.blocks:
             fully_shard(block, mesh=mesh)
         self._forward = fully_shard(self.model, mesh=mesh)
-        if self.config.mode != "dense":
-            self.reduction = reduce_active_rows(self.model)
         # What an optimizer moves are this rank's parts, as ordinary tensors: its arithmetic is element by element.
         self._sharded: dict[str, Any] = dict(self.model.named_parameters())
         self._own = {name: torch.nn.Parameter(p.detach().to_local()) for name, p in self._sharded.items()}
         for group in self._rest_adam.param_groups:
             group["params"] = [self._own[before[id(p)]] for p in group["params"]]
         self._rest = [self._own[before[id(p)]] for p in self._rest]
-        sharded = _ShardedChunkAdamW(self._chunk_adam)
-        for name, layer in self.layers.items():
-            count = layer.weight.shape[0]
-            rows = -(-count // self.ranks)  # as torch.chunk cuts
-            sharded.add(self._own[f"{name}.weight"], min(self.rank * rows, count), layer)
-        self._chunk_adam = sharded  # type: ignore[assignment]
+        weights, decay = [self._own[f"{name}.weight"] for name in self.layers], self.config.weight_decay
+        self._chunk_adam = _AdamW(weights, self._chunk_lr, weight_decay=decay, **self._how)  # type: ignore[assignment]
+        self._parameter_of = {own: self._sharded[name] for name, own in self._own.items()}
+        # The chunk of each row; rows are cut as torch.chunk cuts.
+        self._chunks = {}
+        for layer, own in zip(self.layers.values(), weights, strict=True):
+            count = layer.out_features
+            first = min(self.rank * -(-count // self.ranks), count)
+            self._chunks[own] = (first + torch.arange(own.shape[0], device=own.device)) // self.config.chunk_size
 
     # --- a step ---
 
@@ -194,8 +129,6 @@ class ParallelTrainer(Trainer):
         return value.div_(self.ranks)
 
     def _backward(self) -> None:
-        if self.reduction is not None:
-            self.reduction.bytes = 0
         self.model.zero_grad(set_to_none=True)
         with self._autocast():
             loss = self._forward(self._inputs, self._targets)
@@ -215,8 +148,8 @@ class ParallelTrainer(Trainer):
         for name, layer in self.layers.items():
             own = self._own[f"{name}.weight"]
             assert own.grad is not None
-            chunk = self._chunk_adam.active[own][0]  # type: ignore[attr-defined]
-            squares.append(own.grad.new_zeros(layer.num_chunks).index_add_(0, chunk, own.grad.square().sum(1)))
+            zeros = own.grad.new_zeros(layer.num_chunks)
+            squares.append(zeros.index_add_(0, self._chunks[own], own.grad.square().sum(1)))
         together = torch.cat(squares)
         dist.all_reduce(together)
         parts = together.sqrt().split([layer.num_chunks for layer in self.layers.values()])
@@ -241,65 +174,32 @@ class ParallelTrainer(Trainer):
 
     # --- checkpoints ---
 
-    def _state(self) -> dict[str, Any]:
-        """Return all that changes, of this rank: parts that say which parts they are, and copies. The same keys on every rank."""
-        state: dict[str, Any] = {"model": self.model.state_dict(), "scheduler": self.scheduler.state_dict()}
-        moments: dict[str, Any] = {}
-        for name, parameter in self.model.named_parameters():
-            own = parameter if self.parallel == "ddp" else self._own[name]
-            optimizer: Any = self._rest_adam if any(own is p for p in self._rest) else self._chunk_adam
-            found = optimizer.state.setdefault(own, {})
-            if not found and optimizer is self._rest_adam:  # as it makes it in its first step
-                where = runtime.DEVICE if self._device_type == "cuda" else torch.device("cpu")
-                found["step"] = torch.zeros((), dtype=torch.float32, device=where)
-                found["exp_avg"], found["exp_avg_sq"] = torch.zeros_like(own), torch.zeros_like(own)
-            elif not found:
-                optimizer._state_of(own, self.config.chunk_size)
-            moments[name] = {
-                key: self._as_part(parameter, value) if value.shape == own.shape and value.ndim else value
-                for key, value in found.items()
+    def _mapped(self, state: dict[str, Any], change: Callable[[Any, Any], Any]) -> dict[str, Any]:
+        """Return a state in which ``change(parameter, tensor)`` stands for each tensor that is cut as a parameter is."""
+        state = {**state, "model": {name: change(self._sharded[name], p) for name, p in state["model"].items()}}
+        for name, optimizer in (("chunk_adam", self._chunk_adam), ("rest_adam", self._rest_adam)):
+            cut = [self._parameter_of[p] for group in optimizer.param_groups for p in group["params"]]
+            moments = {
+                i: {key: _local(change(cut[i], value)) if value.ndim else value for key, value in found.items()}
+                for i, found in state[name]["state"].items()
             }
-        return {**state, "moments": moments}
+            state[name] = {**state[name], "state": moments}
+        return state
 
-    def _as_part(self, parameter: Any, value: torch.Tensor) -> torch.Tensor:
-        """Return a tensor that is cut as ``parameter`` is, which shares ``value``'s memory."""
-        if self.parallel == "ddp":
-            return value
-        return DTensor.from_local(
-            value,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
+    def _state(self) -> dict[str, Any]:
+        return self._mapped(super()._state(), _whole) if self.parallel == "fsdp" else super()._state()
 
-    def save(self) -> None:
-        """Write ``checkpoint-<step>``, then say in ``latest`` that it is whole, then drop the one before."""
-        if self.out is None:
-            return
-        name = f"checkpoint-{self.step}"
-        # As text: nested numbers would become entries of their own.
-        state = {**self._state(), "run": json.dumps(self._history())}
-        state_dict_saver.save(state, checkpoint_id=str(self.out / name))
-        self._write_text("latest", name)
-        if self.rank == 0:
-            for old in self.out.glob("checkpoint-*"):
-                if old.name != name:
-                    shutil.rmtree(old, ignore_errors=True)
-        dist.barrier()
+    def _load(self, state: dict[str, Any]) -> None:
+        if self.parallel == "fsdp":
+            state = self._mapped(state, lambda p, whole: distribute_tensor(whole, p.device_mesh, p.placements))
+        super()._load(state)
 
-    def _resume(self, folder: Path) -> None:
-        latest = folder / "latest"
-        found = [latest.read_text() if self.rank == 0 and latest.exists() else None]
-        dist.broadcast_object_list(found, 0)
-        if found[0] is None:
-            return
-        checkpoint = str(folder / found[0])
-        # Whether it is this run's comes first: parts of another shape would be refused less clearly.
-        text = {"run": ""}
-        state_dict_loader.load(text, checkpoint_id=checkpoint)
-        self._go_on(json.loads(text["run"]))
-        state = self._state()
-        state_dict_loader.load(state, checkpoint_id=checkpoint)  # in place
-        self.scheduler.load_state_dict(state["scheduler"])
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _whole(parameter: Any, part: torch.Tensor) -> torch.Tensor:
+    """Return the tensor of which each rank has a part, cut as ``parameter`` is."""
+    how: dict[str, Any] = {"run_check": False, "shape": parameter.shape, "stride": parameter.stride()}
+    return DTensor.from_local(_local(part), parameter.device_mesh, parameter.placements, **how).full_tensor()

@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from kernelbook.train.chunks import Layout, knn_scores, top_chunks
+from kernelbook import arguments, runtime
+from kernelbook.train.chunks import Layout, int32, knn_scores, top_chunks
 from kernelbook.train.seeds import generator
 
 __all__ = ["SCHEDULERS", "Scheduler", "make_scheduler", "weight_features"]
@@ -75,30 +76,27 @@ class Scheduler(torch.nn.Module):
     name = "all"
     needs_dense = False
     needs_weights = False
-    ids: torch.Tensor
-    _step: torch.Tensor
 
     def __init__(self, layout: Layout, *, seed: int = 0, explore: float = 0.0) -> None:
         super().__init__()
         if not 0 <= explore <= 1:
             raise ValueError(f"Scheduler: explore must lie in [0, 1], got {explore!r}")
         if self.name == "all":
-            layout = Layout(layout.counts, layout.counts, layout.device)
-        self.layout, self.seed, self.explore, device = layout, seed, explore, layout.device
-        self._starts, self._slots = layout.starts(), layout.slots()
-        self._active = torch.tensor(layout.active, dtype=torch.int32, device=device)
+            layout = Layout(layout.counts, layout.counts)
+        self.layout, self.seed, self.explore = layout, seed, explore
+        self._starts, self._slots, self._active = layout.starts(), layout.slots(), int32(layout.active)
         self._longest = max(layout.counts)
         self._base = self._starts[:-1].long()[layout.layer_of_slot()]
-        self.register_buffer("ids", torch.cat([torch.arange(a, device=device) for a in layout.active]))
-        self.register_buffer("_step", torch.zeros(1, dtype=torch.int32, device=device))
-        self._chosen, self._taken = (torch.zeros(layout.total, dtype=torch.int32, device=device) for _ in range(2))
+        self.ids = torch.nn.Buffer(torch.cat([torch.arange(a, device=runtime.DEVICE) for a in layout.active]))
+        self._step = torch.nn.Buffer(int32([0]))
+        self._chosen, self._taken = (int32([0] * layout.total) for _ in range(2))
 
     # --- the interface ---
 
     def select(self) -> torch.Tensor:
         """Choose the chunks of the next step; return :attr:`ids`, the same tensor each time."""
         self._select()
-        self._step += 1
+        self._step.add_(1)
         return self.ids
 
     def observe(self, norms: torch.Tensor) -> None:
@@ -142,8 +140,7 @@ class Scheduler(torch.nn.Module):
             for a in self.layout.active
         ]
         exploit = [a - r for a, r in zip(self.layout.active, rest, strict=True)]
-        device = self.layout.device
-        self._exploit, self._rest = (torch.tensor(v, dtype=torch.int32, device=device) for v in (exploit, rest))
+        self._exploit, self._rest = int32(exploit), int32(rest)
         self._rest_slots = self.layout.slots(exploit)
 
 
@@ -163,10 +160,9 @@ class RoundRobinScheduler(Scheduler):
 
     def __init__(self, layout: Layout, *, seed: int = 0, explore: float = 0.0) -> None:
         super().__init__(layout, seed=seed, explore=explore)
-        layer, device = layout.layer_of_slot(), layout.device
-        self._per_step = torch.tensor(layout.active, device=device)[layer]
-        self._modulus = torch.tensor(layout.counts, device=device)[layer]
-        self._within = torch.cat([torch.arange(a, device=device) for a in layout.active])
+        layer = layout.layer_of_slot()
+        self._per_step, self._modulus = int32(layout.active)[layer].long(), int32(layout.counts)[layer].long()
+        self._within = self.ids.clone()
 
     def _select(self) -> None:
         torch.remainder(self._step * self._per_step + self._within, self._modulus, out=self.ids)
@@ -180,16 +176,11 @@ class EmaTopkScheduler(Scheduler):
     """
 
     name = "ema_topk"
-    _mean: torch.Tensor
 
     def __init__(self, layout: Layout, *, seed: int = 0, explore: float = 0.1, decay: float = 0.8) -> None:
         super().__init__(layout, seed=seed, explore=explore)
-        if not 0 <= decay < 1:
-            raise ValueError(f"Scheduler: decay must lie in [0, 1), got {decay!r}")
         self.decay = decay
-        self.register_buffer(
-            "_mean", torch.full((layout.total,), float("inf"), dtype=torch.float32, device=layout.device)
-        )
+        self._mean = torch.nn.Buffer(torch.full((layout.total,), torch.inf, dtype=torch.float32, device=runtime.DEVICE))
         self._share_out()
 
     def _observe(self, places: torch.Tensor, norms: torch.Tensor) -> None:
@@ -214,22 +205,16 @@ class KnnScheduler(Scheduler):
 
     name = "knn"
     needs_weights = True
-    _norms: torch.Tensor
-    _seen: torch.Tensor
-    _features: torch.Tensor
 
     def __init__(
         self, layout: Layout, *, seed: int = 0, explore: float = 0.2, k: int = 4, window: int = 10, dims: int = 16
     ) -> None:
         super().__init__(layout, seed=seed, explore=explore)
-        if k < 1 or window < 0 or dims < 1:
-            raise ValueError(f"Scheduler: k, window and dims must be at least 1, 0 and 1, got {k}, {window}, {dims}")
         self.k, self.window, self.dims = k, window, dims
-        device, total = layout.device, layout.total
-        self.register_buffer("_norms", torch.zeros(total, dtype=torch.float32, device=device))
-        self.register_buffer("_seen", torch.full((total,), -1, dtype=torch.int32, device=device))
-        self.register_buffer("_features", torch.zeros(dims, total, dtype=torch.float32, device=device))
-        self._scores = torch.empty(total, dtype=torch.float32, device=device)
+        zeros = torch.zeros(layout.total, dtype=torch.float32, device=runtime.DEVICE)
+        self._norms, self._scores = torch.nn.Buffer(zeros), zeros.clone()
+        self._seen = torch.nn.Buffer(int32([-1] * layout.total))
+        self._features = torch.nn.Buffer(zeros.repeat(dims, 1))
         self._share_out()
 
     def refresh(self, weights: Sequence[torch.Tensor], chunk_size: int) -> None:
@@ -252,11 +237,10 @@ class OracleScheduler(Scheduler):
 
     name = "oracle"
     needs_dense = True
-    _norms: torch.Tensor
 
     def __init__(self, layout: Layout, *, seed: int = 0, explore: float = 0.0) -> None:
         super().__init__(layout, seed=seed, explore=explore)
-        self.register_buffer("_norms", torch.zeros(layout.total, dtype=torch.float32, device=layout.device))
+        self._norms = torch.nn.Buffer(torch.zeros(layout.total, dtype=torch.float32, device=runtime.DEVICE))
 
     def _observe(self, places: torch.Tensor, norms: torch.Tensor) -> None:
         self._norms.index_copy_(0, places, norms)
@@ -277,6 +261,5 @@ def make_scheduler(name: str, layout: Layout, **options: Any) -> Scheduler:
     Raises:
         ValueError: there is no scheduler of this name.
     """
-    if name not in SCHEDULERS:
-        raise ValueError(f"make_scheduler: name must be one of {', '.join(map(repr, SCHEDULERS))}, got {name!r}")
+    arguments.check_choice("make_scheduler", "name", name, tuple(SCHEDULERS))
     return SCHEDULERS[name](layout, **options)

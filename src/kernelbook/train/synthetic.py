@@ -1,9 +1,6 @@
-"""Problems whose answer is known: a planted sparse teacher, and sequences to copy.
+"""A planted sparse teacher: a problem of which it is known which chunks matter, so that a scheduler's choice can be scored."""
 
-They tell apart what a real text mixes: whether a scheduler finds the chunks that matter, and whether a model learns at all.
-"""
-
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,10 +11,7 @@ from kernelbook.train.chunks import chunk_norms
 from kernelbook.train.schedulers import Scheduler
 from kernelbook.train.seeds import generator
 
-__all__ = ["CopyData", "PlantedTeacher", "score_chunks", "score_scheduler"]
-
-
-# --- a planted teacher ----------------------------------------------------------------------------------------------
+__all__ = ["PlantedTeacher", "score_chunks", "score_scheduler"]
 
 
 class PlantedTeacher:
@@ -33,7 +27,7 @@ class PlantedTeacher:
     Args:
         chunks, chunk_size, d_in: the student is (chunks * chunk_size, d_in).
         planted: chunks that differ at a time. period: steps until others are planted.
-        families: families of ``chunks / families`` chunks each, or ``None``.
+        families: families of ``chunks / families`` chunks each, which divide ``planted``; or ``None``.
         batch: rows of x. noise: standard deviation of the noise in the teacher's answers. seed: of all that is random.
 
     Attributes:
@@ -53,11 +47,6 @@ class PlantedTeacher:
         noise: float = 0.3,
         seed: int = 0,
     ) -> None:
-        if families is not None and (chunks % families or planted % (chunks // families)):
-            raise ValueError(
-                f"PlantedTeacher: families must divide chunks ({chunks}) into sizes that divide planted ({planted}), "
-                f"got {families}"
-            )
         self.chunks, self.chunk_size, self.d_in, self.planted, self.period = chunks, chunk_size, d_in, planted, period
         self.families, self.batch, self.noise, self.seed = families, batch, noise, seed
         self.device = runtime.DEVICE
@@ -139,37 +128,3 @@ def score_scheduler(
         teacher.weight.index_add_(0, rows, dw, alpha=-lr)
         if step:
             yield {"step": step, **score_chunks(ids, truth, teacher.planted)}
-
-
-# --- sequences ------------------------------------------------------------------------------------------------------
-
-
-class CopyData:
-    """Sequences to be copied, as a quick sign of life: random symbols, a mark, the same symbols again.
-
-    Args:
-        symbols: how many different ones; the vocabulary has one more, the mark.
-        batch_size, context: sequences in a batch and tokens in a sequence. seed: of all that is random.
-    """
-
-    digest = "synthetic"
-
-    def __init__(self, *, symbols: int = 32, batch_size: int, context: int, seed: int = 0) -> None:
-        self.symbols, self.vocab_size = symbols, symbols + 1
-        self.batch_size, self.context, self.seed = batch_size, context, seed
-
-    def _draw(self, use: str, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        half = self.context // 2
-        symbols = torch.randint(self.symbols, (self.batch_size, half), generator=generator(use, self.seed, number))
-        mark = torch.full((self.batch_size, 1), self.symbols)
-        rows = torch.cat([symbols, mark, symbols], 1)
-        targets = rows.masked_fill(torch.arange(rows.shape[1]) <= half, -100)[:, 1:]
-        return rows[:, :-1].to(runtime.DEVICE), targets.to(runtime.DEVICE)
-
-    def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets (batch_size, about context) int64; targets count behind the mark, and are -100 before it."""
-        return self._draw("batch", step)
-
-    def validation_batches(self, count: int) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-        """``count`` batches that no training step draws."""
-        return (self._draw("validation", i) for i in range(count))

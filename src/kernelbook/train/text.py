@@ -5,6 +5,7 @@ The corpus is Python's own: the sources of the standard library and the language
 rare words with subword units", 2016), which the ``tokenizers`` package finds on the corpus itself.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import os
@@ -20,6 +21,7 @@ from kernelbook.train.seeds import generator
 
 __all__ = ["Corpus", "TextData", "book_encoding"]
 
+OWN_TEXTS = ("stdlib", "topics")
 END = "<|endoftext|>"
 # Words with the blank or underscore before them, numbers of up to three digits, runs of punctuation, runs of white space.
 # Every character is one of these, so that the pieces of a text are the text.
@@ -46,10 +48,11 @@ class Corpus:
             ValueError: the file holds less than two paragraphs, or is not UTF-8.
             OSError: the file cannot be read.
         """
-        if what == "stdlib":
-            return cls(tuple(sorted([*_topics(), *_sources()])))
-        if what == "topics":
-            return cls(tuple(sorted(_topics())))
+        if what in OWN_TEXTS:
+            from pydoc_data.topics import topics
+
+            found = [(f"topics/{name}", text) for name, text in topics.items()]
+            return cls(tuple(sorted(found if what == "topics" else [*found, *_sources()])))
         path = Path(what)
         try:
             text = path.read_text(encoding="utf-8")
@@ -67,36 +70,22 @@ class Corpus:
 
     def split(self) -> tuple["Corpus", "Corpus"]:
         """Training and validation, by document: the hash of its name decides, whatever else the corpus holds."""
-
-        def place(name: str) -> float:
-            return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little") / 2**32
-
-        ordered = sorted(self.documents, key=lambda document: place(document[0]))
-        held_out = {name for name, _ in ordered if place(name) < VALIDATION_SHARE} or {ordered[0][0]}
+        hashes = {name: hashlib.sha256(name.encode()).digest()[:4] for name, _ in self.documents}
+        place = {name: int.from_bytes(found, "little") / 2**32 for name, found in hashes.items()}
+        held_out = {name for name in place if place[name] < VALIDATION_SHARE} or {min(place, key=place.__getitem__)}
         training = tuple(document for document in self.documents if document[0] not in held_out)
         return Corpus(training), Corpus(tuple(document for document in self.documents if document[0] in held_out))
-
-
-def _topics() -> Iterable[tuple[str, str]]:
-    from pydoc_data.topics import topics
-
-    return ((f"topics/{name}", text) for name, text in topics.items())
 
 
 def _sources() -> Iterable[tuple[str, str]]:
     root = Path(sysconfig.get_path("stdlib"))
     for folder, folders, files in os.walk(root):
         folders[:] = sorted(f for f in folders if f not in LEFT_OUT and not f.startswith("config-"))
-        for file in files:
-            path = Path(folder, file)
-            if path.suffix != ".py":
-                continue
-            try:
+        for path in (Path(folder, file) for file in files if file.endswith(".py")):
+            with contextlib.suppress(UnicodeDecodeError):
                 text = path.read_text(encoding="utf-8")
-            except (UnicodeDecodeError, OSError):
-                continue
-            if text.strip():
-                yield path.relative_to(root).as_posix(), text
+                if text.strip():
+                    yield path.relative_to(root).as_posix(), text
 
 
 def _sections(name: str, text: str) -> list[tuple[str, str]]:
@@ -118,16 +107,10 @@ def book_encoding(corpus: Corpus, vocab_size: int) -> Any:
     There are fewer where no pair is left. Decoding what was encoded gives the text back.
 
     Raises:
-        ModuleNotFoundError: tokenizers is not installed.
         ValueError: there are less than 257 tokens.
     """
-    try:
-        import tokenizers
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "tokenizers, which finds tokens in a text, must be installed: pip install 'kernelbook[train]'",
-            name=error.name,
-        ) from None
+    import tokenizers  # of the extra [train]
+
     if vocab_size < 257:
         raise ValueError(f"book_encoding: vocab_size must be at least 257 (all bytes and {END}), got {vocab_size}")
     cut = tokenizers.pre_tokenizers
@@ -152,7 +135,7 @@ class TextData:
         corpus: ``"stdlib"``, ``"topics"`` or a file, see :meth:`Corpus.of`; or a :class:`Corpus`.
         encoding: a ``tokenizers.Tokenizer`` that has :data:`END`; default :func:`book_encoding` of ``vocab_size`` tokens.
         batch_size, context: sequences in a batch and tokens in a sequence.
-        seed: of the order. device: where the tokens live.
+        seed: of the order.
 
     Attributes:
         vocab_size: tokens of the encoding. digest: of the corpus. train, validation: (T,) int32 tokens.
@@ -170,7 +153,6 @@ class TextData:
         batch_size: int,
         context: int,
         seed: int = 0,
-        device: torch.device | None = None,
     ) -> None:
         whole = corpus if isinstance(corpus, Corpus) else Corpus.of(corpus)
         training, validation = whole.split()
@@ -179,7 +161,6 @@ class TextData:
         self.vocab_size = self.encoding.get_vocab_size()
         self.digest = whole.digest
         self.batch_size, self.context, self.seed = batch_size, context, seed
-        self._device = runtime.DEVICE if device is None else device
         self.train, self.validation = self._tokens("training", training), self._tokens("validation", validation)
 
     def _tokens(self, name: str, part: Corpus) -> torch.Tensor:
@@ -190,7 +171,7 @@ class TextData:
             raise ValueError(
                 f"TextData: the {name} part must have more than {self.context} tokens, one sequence, got {len(tokens)}"
             )
-        return tokens.to(self._device)
+        return tokens.to(runtime.DEVICE)
 
     def _windows(self, tokens: torch.Tensor, starts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         within = torch.arange(self.context + 1, device=tokens.device)
