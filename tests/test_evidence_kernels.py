@@ -110,35 +110,28 @@ def test_the_mean_of_each_tile_is_corrected() -> None:
     check.compare("out", kb.layer_norm(x), truth, truth.float()).require()
 
 
-@pytest.mark.parametrize("residual", (False, True))
-@pytest.mark.usefixtures("_in_tiles")
-def test_rows_in_several_tiles(residual: bool) -> None:
-    n = 301
-    inputs = {"x": randn(2 * ROWS, n + 3)[::2, 1:-2] + 3, "weight": randn(n)}
-    if residual:
-        inputs["residual"] = randn(ROWS, n + 7)[:, 4:-3]
+@pytest.mark.parametrize(("small", "n"), (("_in_tiles", 301), ("_looped", 64), ("_looped", 301)))
+@pytest.mark.parametrize(
+    ("norm", "others"),
+    (
+        ("layer", ()),
+        ("layer", ("weight",)),
+        ("layer", ("weight", "bias")),
+        ("rms", ("weight",)),
+        ("rms", ("weight", "residual")),
+    ),
+)
+def test_rows_in_several_tiles(
+    norm: str, others: tuple[str, ...], small: str, n: int, request: pytest.FixtureRequest
+) -> None:
+    request.getfixturevalue(small)
+    given = {"weight": randn(n), "bias": randn(n), "residual": randn(ROWS, n + 7)[:, 4:-3]}
+    inputs = {"x": randn(2 * ROWS, n + 3)[::2, 1:-2] + 3, **{name: given[name] for name in others}}
+    if norm == "rms":
         check.check_op(kb.rms_norm, rms_norm_reference, inputs, grads=tuple(inputs))
     else:
         reference = functools.partial(F.layer_norm, normalized_shape=(n,))
         check.check_op(kb.layer_norm, lambda x, **t: reference(x, **t), inputs, grads=tuple(inputs))
-
-
-@pytest.mark.parametrize("n", (64, 301))
-@pytest.mark.parametrize("parts", ((), ("weight",), ("weight", "bias")), ids=("nothing", "weight", "weight and bias"))
-@pytest.mark.usefixtures("_looped")
-def test_looped_rows_of_layer_norm(parts: tuple[str, ...], n: int) -> None:
-    inputs = {"x": randn(2 * ROWS, n + 3)[::2, 1:-2], **{name: randn(n) for name in parts}}
-    reference = functools.partial(F.layer_norm, normalized_shape=(n,))
-    check.check_op(kb.layer_norm, lambda x, **t: reference(x, **t), inputs, grads=tuple(inputs))
-
-
-@pytest.mark.parametrize("n", (64, 301))
-@pytest.mark.parametrize("residual", (False, True))
-@pytest.mark.usefixtures("_looped")
-def test_looped_rows_of_rms_norm(residual: bool, n: int) -> None:
-    inputs = {"x": randn(2 * ROWS, n + 3)[::2, 1:-2], "weight": randn(n)}
-    inputs |= {"residual": randn(ROWS, n + 7)[:, 4:-3]} if residual else {}
-    check.check_op(kb.rms_norm, rms_norm_reference, inputs, grads=tuple(inputs))
 
 
 @pytest.mark.parametrize("small", ("_looped", "_in_tiles"))

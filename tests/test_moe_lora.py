@@ -404,3 +404,30 @@ kb.moe_lora(x, q, a, b, kb.route(torch.zeros(40, 2, dtype=torch.int64), 5))
 """
     compiled = [k for k in compile_calls(code) if k.name == "_many_rows_kernel"]
     assert [k.constants["r"] for k in compiled] == [128] and not compiled[0].spill_bytes
+
+
+@pytest.mark.gpu
+@pytest.mark.memory
+def test_packed_products_take_64_bit_offsets() -> None:
+    """Low-rank matrices that lie 2^30 elements apart, the memory between them only reserved; a result of 2^31 elements."""
+    step, n, k, rank = 2**30, 72, 128, 16
+    lora_b = torch.empty(2 * step + n * rank, dtype=torch.bfloat16, device=runtime.DEVICE).as_strided(
+        (3, n, rank), (step, rank, 1)
+    )
+    lora_b.copy_(randn(3, n, rank))
+    q = kb.nf4_quantize(randn(3, n, k) / k**0.5)
+    given = {
+        "x": randn(40, k, dtype=torch.bfloat16),
+        "lora_a": randn(3, rank, k, dtype=torch.bfloat16) / k**0.5,
+        "w": q,
+    }
+    routing = kb.route(torch.full((40, 1), 2, device=lora_b.device), 3)
+    found = kb.moe_lora(lora_b=lora_b, routing=routing, **given)
+    assert torch.equal(found, kb.moe_lora(lora_b=lora_b.contiguous(), routing=routing, **given))
+    del lora_b
+    rows, n, k = 2**15 + 8, 2**16 + 8, 64
+    q, x = kb.nf4_quantize(randn(1, n, k) / 8), randn(rows, k, dtype=torch.bfloat16)
+    routing = kb.route(torch.zeros(rows, 1, dtype=torch.int64, device=x.device), 1)
+    y = kb.moe_lora(x, q, None, None, routing)[-16:]
+    w = kb.nf4_dequantize(q, dtype=torch.float32)[0].double()
+    assert check.relative_error(y, x[-16:].double() @ w.t()) < 0.01

@@ -1,6 +1,5 @@
 """The room sparse_linear: every output and gradient by the rule of check.py, and everything around it."""
 
-import functools
 import subprocess
 import sys
 from typing import Any
@@ -20,11 +19,8 @@ from kernelbook.sparse_linear import (
     python_loop_backward,
     sparse_dw_reference,
     sparse_dx_reference,
-    sparse_forward_reference,
-    sparse_linear_reference,
 )
-
-MODES = ("sparse_dw", "sparse_dw_dx")
+from kernelbook.sparse_linear.cases import CASES
 
 
 def _chunks(d_out: int, chunk: int, count: int) -> torch.Tensor:
@@ -32,46 +28,10 @@ def _chunks(d_out: int, chunk: int, count: int) -> torch.Tensor:
     return torch.randperm(-(-d_out // chunk), device=runtime.DEVICE)[:count]
 
 
-def _check_all(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, dy: torch.Tensor, ids: torch.Tensor, chunk: int
-) -> None:
+def _check_all(**sizes: int) -> None:
     """Every public function with every gradient."""
-    given = {"active_chunks": ids, "chunk_size": chunk}
-    for compact in (False, True):
-        check.check_op(
-            functools.partial(kb.sparse_dw, compact=compact, **given),
-            functools.partial(sparse_dw_reference, compact=compact, **given),
-            {"x": x, "dy": dy},
-            grads=("x", "dy"),
-        )
-        check.check_op(
-            functools.partial(kb.sparse_forward, compact=compact, **given),
-            functools.partial(sparse_forward_reference, compact=compact, **given),
-            {"x": x, "weight": weight, "bias": bias},
-            grads=("x", "weight", "bias"),
-        )
-        check.check_op(
-            functools.partial(kb.sparse_backward, compact=compact, **given),
-            lambda x, weight, dy, compact=compact: (
-                *sparse_dw_reference(x, dy, compact=compact, **given),
-                sparse_dx_reference(dy, weight, **given),
-            ),
-            {"x": x, "weight": weight, "dy": dy},
-            forward_factor=check.GRADIENT_FACTOR,
-        )
-    check.check_op(
-        functools.partial(kb.sparse_dx, **given),
-        functools.partial(sparse_dx_reference, **given),
-        {"dy": dy, "weight": weight},
-        grads=("dy", "weight"),
-    )
-    for mode in MODES:
-        check.check_op(
-            functools.partial(kb.sparse_linear, mode=mode, **given),
-            functools.partial(sparse_linear_reference, mode=mode, **given),
-            {"x": x, "weight": weight, "bias": bias},
-            grads=("x", "weight", "bias"),
-        )
+    for case in CASES.values():
+        case.check(case.of(torch.float16, **sizes))
 
 
 def _plan(r: int, d: int, k: int, split: int, boxes: bool) -> kernels.Plan:
@@ -277,8 +237,7 @@ def test_large_and_not_aligned_is_packed(m: int, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(op, "run_packed", lambda *args: (packed.append(args), run(*args)))
     for d_in, d_out in ((21, 70), (24, 72)):
         packed.clear()
-        x, weight, bias, dy = (randn(*s).half() for s in ((m, d_in), (d_out, d_in), (d_out,), (m, d_out)))
-        _check_all(x, weight, bias, dy, _chunks(d_out, 16, 3), 16)
+        _check_all(m=m, d_in=d_in, d_out=d_out, chunk=16, count=3)
         assert bool(packed) == (d_in == 21)
 
 
@@ -297,7 +256,7 @@ def test_large_with_chunks_that_no_box_fits_is_packed(limit: str, chunk: int, mo
     kb.sparse_backward(x, weight, dy, _chunks(136, 64, 2), chunk_size=64)
     kb.sparse_forward(x, weight, None, ids, chunk_size=chunk)
     assert not packed
-    _check_all(x, weight, randn(136, dtype=torch.float16), dy, ids, chunk)
+    _check_all(m=9, d_in=24, d_out=136, chunk=chunk, count=3)
     assert packed
 
 
