@@ -16,7 +16,7 @@ from kernelbook.lab.compiled import compile_calls
 from kernelbook.layer_norm import kernels, rms_norm_reference
 from kernelbook.nf4 import kernels as nf4_kernels
 from kernelbook.nf4.reference import nested_absmax_reference, nf4_dequantize_reference, nf4_quantize_reference
-from kernelbook.scatter_ffn import scatter_ffn_reference
+from kernelbook.scatter_ffn.cases import CASES
 from kernelbook.study import layer_norm as study
 
 # --- layer_norm -----------------------------------------------------------------------------------------------------
@@ -166,12 +166,7 @@ def test_nan_goes_through_every_activation(activation: str, tokens: int) -> None
     y = kb.scatter_ffn(**inputs, **given)
     assert y[0].isnan().all() and y[1:].isfinite().all()
     # NaN has to stand where the reference has it, in gradients too: those of relu let a NaN pass.
-    check.check_op(
-        functools.partial(kb.scatter_ffn, **given),
-        functools.partial(scatter_ffn_reference, **given),
-        inputs,
-        grads=tuple(inputs),
-    )
+    CASES["scatter_ffn"].check(inputs | given)
 
 
 def test_tickets_are_taken_with_acquire_and_release() -> None:

@@ -2,7 +2,6 @@
 in their kernels. Sizes end within tiles, and what must not count is NaN or lies at the end of memory, which is watched."""
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +17,7 @@ from kernelbook import check, operators, runtime
 from kernelbook.moe_lora import grouped, kernels, moe_lora_reference, op
 from kernelbook.moe_lora.routing import tiles_of_height
 from kernelbook.scatter_ffn import kernels as ffn_kernels
-from kernelbook.scatter_ffn import scatter_ffn_reference
+from kernelbook.scatter_ffn.cases import CASES
 from kernelbook.study.moe_lora import lora_gradients, shrink_products
 
 
@@ -141,13 +140,7 @@ def _config(**blocks: int) -> triton.Config:
 def _check_ffn(
     inputs: dict[str, torch.Tensor], rows: torch.Tensor, activation: str, grads: tuple[str, ...] = ()
 ) -> None:
-    given = {"neurons": rows, "activation": activation}
-    check.check_op(
-        functools.partial(kb.scatter_ffn, **given),
-        functools.partial(scatter_ffn_reference, **given),
-        inputs,
-        grads=grads,
-    )
+    CASES["scatter_ffn"].check(inputs | {"neurons": rows, "activation": activation}, grads=grads)
 
 
 @pytest.mark.parametrize("activation", ("relu", "leaky_relu"))

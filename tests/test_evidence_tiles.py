@@ -19,8 +19,8 @@ from kernelbook.attention import kernels as attention_kernels
 from kernelbook.attention import kernels_decode as decode_kernels
 from kernelbook.attention import paged_attention_reference
 from kernelbook.interop import rotary
+from kernelbook.moe_lora import cases as moe_cases
 from kernelbook.moe_lora import kernels as moe_kernels
-from kernelbook.moe_lora import moe_lora_reference
 from kernelbook.nn import kernels as nn_kernels
 from kernelbook.nn.swiglu import swiglu
 from kernelbook.sparse_linear import kernels as sparse_kernels
@@ -220,35 +220,20 @@ def _small_moe_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("packed", (False, True))
 def test_moe_lora(strategy: str, packed: bool) -> None:
     """Two tiles of rows of an expert, of columns, of sums and of the rank; slots to skip; programs that route together."""
-    tokens, experts, slots, k, n, rank = 45, 5, 3, 64, 40, 20
-    ids = torch.rand(tokens, experts, device=runtime.DEVICE).argsort(1)[:, :slots]
-    ids[::4, 1] = experts
-    inputs = {
-        "x": randn(tokens, k), "lora_a": randn(experts, rank, k) / 8, "lora_b": randn(experts, n, rank) / 4,
-        "bias": randn(experts, n), "gates": torch.rand(tokens, slots, device=ids.device),
-    }  # fmt: skip
-    routing = kb.route(ids, experts)
-    if packed:
-        q = kb.nf4_quantize(randn(experts, n, k) / 8)
-        w = kb.nf4_dequantize(q, dtype=torch.float32).transpose(1, 2)
-        ours = functools.partial(kb.moe_lora, w=q, routing=routing, strategy=strategy, scaling=0.5)
-        check.check_op(
-            ours, lambda **t: moe_lora_reference(w=w.to(t["x"].dtype), expert_ids=ids, scaling=0.5, **t), inputs,
-            grads=tuple(inputs),
-        )  # fmt: skip
-    else:
-        inputs["w"] = randn(experts, k, n) / 8
-        for grouped in (False, True):
-            given = dict(inputs)
-            if grouped:
-                given["x"] = randn(tokens * slots, k)
-            how = {"grouped_in": grouped, "scaling": 0.5}
-            check.check_op(
-                functools.partial(kb.moe_lora, routing=routing, strategy=strategy, **how),
-                functools.partial(moe_lora_reference, expert_ids=ids, **how),
-                given,
-                grads=tuple(given),
-            )
+    case = moe_cases.CASES["moe_lora in 4 bits" if packed else "moe_lora"]
+    sizes = {
+        "tokens": 45,
+        "experts": 5,
+        "slots": 3,
+        "k": 64,
+        "n": 40,
+        "rank": 20,
+        "skipped": 0.1,
+        "bias": True,
+        "gates": True,
+    }
+    for grouped in (False,) if packed else (False, True):
+        case.check(case.of(**sizes, strategy=strategy, grouped_in=grouped))
 
 
 def test_elementwise_modules(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import kernelbook as kb
 from kernelbook import arguments, check, runtime
 from kernelbook.lab.compiled import compile_calls
 from kernelbook.moe_lora import kernels, moe_lora_reference, route_reference
+from kernelbook.moe_lora.cases import CASES
 from kernelbook.moe_lora.routing import tiles_of_height
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -38,24 +39,6 @@ def _inputs(
     if gates is not None:
         inputs["gates"] = torch.rand(ids.shape, device=ids.device).to(gates)
     return inputs
-
-
-def _check(
-    inputs: dict[str, torch.Tensor],
-    ids: torch.Tensor,
-    *,
-    strategy: str = "auto",
-    scaling: float = 0.5,
-    grads: tuple[str, ...] | None = None,
-    **how: Any,
-) -> None:
-    routing = kb.route(ids, inputs["w"].shape[0])
-    check.check_op(
-        functools.partial(kb.moe_lora, routing=routing, strategy=strategy, scaling=scaling, **how),
-        functools.partial(moe_lora_reference, expert_ids=ids, scaling=scaling, **how),
-        inputs,
-        grads=tuple(inputs) if grads is None else grads,
-    )
 
 
 # --- routing --------------------------------------------------------------------------------------------------------
@@ -123,7 +106,8 @@ def test_every_way_to_cut_the_product(tiles: kernels.Tiles, strategy: str, monke
     for grouped_in in (False, True):
         inputs = _inputs(ids, 3, 72, 80, 16, torch.float16, grouped_in=grouped_in)
         for w in (inputs["w"], inputs["w"].mT.contiguous().mT):
-            _check(inputs | {"w": w}, ids, strategy=strategy, grouped_in=grouped_in)
+            how = {"strategy": strategy, "grouped_in": grouped_in, "scaling": 0.5}
+            CASES["moe_lora"].check(inputs | {"w": w, "routing": kb.route(ids, 3), **how})
 
 
 # --- what LoRA promises ---------------------------------------------------------------------------------------------
