@@ -4,7 +4,6 @@ from kernelbook.attention.op import flash_attention
 from kernelbook.attention.pages import append_to_pages, paged_attention
 from kernelbook.attention.reference import (
     append_to_pages_reference,
-    causal_mask_reference,
     flash_attention_backward_reference,
     flash_attention_reference,
     paged_attention_reference,
@@ -13,7 +12,6 @@ from kernelbook.attention.reference import (
 __all__ = [
     "append_to_pages",
     "append_to_pages_reference",
-    "causal_mask_reference",
     "flash_attention",
     "flash_attention_backward_reference",
     "flash_attention_reference",

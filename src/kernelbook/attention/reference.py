@@ -6,23 +6,10 @@ import torch
 
 __all__ = [
     "append_to_pages_reference",
-    "causal_mask_reference",
     "flash_attention_backward_reference",
     "flash_attention_reference",
     "paged_attention_reference",
 ]
-
-
-def causal_mask_reference(n: int, s: int, device: torch.device | None = None) -> torch.Tensor:
-    """(N, S) booleans: which keys each query may see. The last query is aligned with the last key.
-
-    Three queries and five keys::
-
-        1 1 1 0 0
-        1 1 1 1 0
-        1 1 1 1 1
-    """
-    return torch.ones(n, s, dtype=torch.bool, device=device).tril(s - n)
 
 
 def _seen(
