@@ -175,26 +175,3 @@ def test_a_chapter_is_short(path: Path) -> None:
     prose = prose_of(nbformat.read(path, as_version=4).cells)
     words = re.sub(r"\$[^$\n]+\$|`[^`\n]+`", "x", re.sub(r"\]\(http[^)]*\)", "]", prose))
     assert len(re.findall(r"\w[\w'.,-]*", words)) <= WORDS, "split it"
-
-
-LEVELS = {
-    "Arithmetic",
-    "Derive",
-    "Mend",
-    "Predict",
-    "Program",
-    "Read",
-    "Write",
-}  # as the page of all exercises explains them
-
-
-@pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem)
-def test_an_exercise_says_how_hard_and_how_long_it_is(path: Path) -> None:
-    text = "\n".join(cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "markdown")
-    stated = re.findall(r"^`{3,}\{exercise\}\n:label: (\S+)\n\n(.*)$", text, re.MULTILINE)
-    assert stated and len(stated) == text.count("{exercise}")
-    for label, line in stated:
-        says = re.match(r"\*(\w+) · (\d+) minutes · (no GPU|better with a GPU|needs a GPU)\.\* \S", line)
-        assert says is not None and says[1] in LEVELS and 0 < int(says[2]) <= 120, f"{label}: {line[:60]}"
-    opened = re.findall(r"\{solution-(start|end)\}", text)
-    assert opened == ["start", "end"] * (len(opened) // 2), "a solution is not opened and closed once"
