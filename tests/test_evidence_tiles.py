@@ -264,7 +264,7 @@ def test_elementwise_modules(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_chunks_of_several_layers_are_ranked(monkeypatch: pytest.MonkeyPatch) -> None:
     """In steps of four; among equal ones the first, NaN and what is taken at the ends."""
     monkeypatch.setattr(train_kernels, "TOP_BLOCK", 4)
-    layout = Layout.of_fraction([11, 1, 18], 0.4, runtime.DEVICE)
+    layout = Layout.of_fraction([11, 1, 18], 0.4)
     scores = torch.randint(-4, 3, (layout.total,), device=runtime.DEVICE).float()
     scores[[3, 20]] = float("nan")
     ids = torch.full((layout.total_active,), -1, dtype=torch.int64, device=runtime.DEVICE)

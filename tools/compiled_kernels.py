@@ -91,7 +91,7 @@ for dtype in (torch.float32, torch.bfloat16):
     train.chunk_norms(torch.empty(832, 2048, dtype=dtype))
     train.chunk_norms(torch.empty(832, 100, dtype=dtype), chunk_size=16)
 for counts in ((96, 32, 128, 32), (4096,)):
-    layout = train.Layout.of_fraction(counts, 0.1, torch.device("cpu"))
+    layout = train.Layout.of_fraction(counts, 0.1)
     for name in ("random", "ema_topk", "knn"):
         train.make_scheduler(name, layout).select()
 from bench.sparse_inference import Predictor
