@@ -154,24 +154,3 @@ def test_steps_are_one_case_that_is_checked_and_knows_its_providers() -> None:
     )
     with pytest.raises(RuntimeError, match="time_steps: square backward"):
         chapters.own_rows([wrong], rep_ms=1)
-
-
-WORDS = 2_800  # of prose in a chapter, without exercises, listings, tables and formulas
-CODE_FENCE = re.compile(
-    r"^(`{3,})(?:\{(?:literalinclude|include|figure|instrument|code-cell)\}|\w+).*?^\1$", re.MULTILINE | re.DOTALL
-)
-
-
-def prose_of(cells: list[Any]) -> str:
-    """A chapter's text before its exercises, without listings, tables, formulas, headings' anchors and options of directives."""
-    text = "\n\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
-    text = CODE_FENCE.sub("", re.split(r"^## Exercises", text, flags=re.MULTILINE)[0])
-    text = re.sub(r"\$\$.*?\$\$(?: \(.*?\))?", "", text, flags=re.DOTALL)
-    return re.sub(r"^(\|.*\||`{3,}.*|:[\w-]+:.*|\([\w-]+\)=)$", "", text, flags=re.MULTILINE)
-
-
-@pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem)
-def test_a_chapter_is_short(path: Path) -> None:
-    prose = prose_of(nbformat.read(path, as_version=4).cells)
-    words = re.sub(r"\$[^$\n]+\$|`[^`\n]+`", "x", re.sub(r"\]\(http[^)]*\)", "]", prose))
-    assert len(re.findall(r"\w[\w'.,-]*", words)) <= WORDS, "split it"
