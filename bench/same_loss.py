@@ -9,7 +9,8 @@ corpus, the prose that ``help()`` shows, in five ways that share the data, their
 - ``kernelbook:dense``: ours on the same bfloat16 weights;
 - ``kernelbook:nf4`` and ``kernelbook:nf4_double``: ours on 4-bit experts.
 
-Each way and seed is one line of ``same_loss_curves.jsonl``, written when that run ends. No time is taken. ``--select 'nf4'`` takes only the runs whose way or seed has this.
+Each way and seed is one line of ``same_loss_curves.jsonl``, written when that run ends. No time is taken.
+``--select 'nf4'`` takes only the runs whose way or seed has this.
 """
 
 import contextlib

@@ -33,10 +33,11 @@ from kernelbook.lab import profiling, record, timing
 from kernelbook.nn.gpt import GPT, OUTPUTS
 from kernelbook.train.capture import Captured
 from kernelbook.train.chunks import Layout
-from kernelbook.train.loop import CONFIGS, Data, TrainConfig, Trainer, make_data
+from kernelbook.train.loop import CONFIGS, TrainConfig, Trainer, make_data
 from kernelbook.train.schedulers import SCHEDULERS, KnnScheduler, make_scheduler
 from kernelbook.train.seeds import generator
 from kernelbook.train.synthetic import PlantedTeacher, score_scheduler
+from kernelbook.train.text import TextData
 
 __all__ = ["BENCH", "run", "step_gflop"]
 
@@ -149,12 +150,12 @@ def _step_times(enqueue: Callable[[int], object], *, graph: bool = True) -> timi
     return timing.Timing.of([a.elapsed_time(b) for a, b in itertools.pairwise(events)])
 
 
-def _trainer(variant: Variant, width: int, data: Data) -> Trainer:
+def _trainer(variant: Variant, width: int, data: TextData) -> Trainer:
     # Sparse from the first step on: random chunks are as good as any for timing.
     return Trainer(variant.config(width, dense_steps=0), data, progress=False)
 
 
-def _error_ratio(variant: Variant, width: int, data: Data) -> float:
+def _error_ratio(variant: Variant, width: int, data: TextData) -> float:
     """The worst error of the active chunks' gradients over that of dense bfloat16, both against float32.
 
     In mode ``sparse_dw`` all layers are compared. In mode ``sparse_dw_dx``, another gradient by design, the last layer is:
@@ -192,7 +193,7 @@ class _PlainLayerNorm(torch.nn.LayerNorm):
         return torch.nn.functional.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
 
 
-def _plain_step(width: int, data: Data) -> Callable[[int], object]:
+def _plain_step(width: int, data: TextData) -> Callable[[int], object]:
     """The step as PyTorch alone takes it: its LayerNorm, linear layers, attention, clipping and fused AdamW, in a CUDA graph."""
     config = CONFIGS[SIZES[width]]
     torch.manual_seed(0)

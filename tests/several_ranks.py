@@ -538,9 +538,12 @@ def _as_one(trainer: Trainer) -> None:
 
 def trains_ddp(folder: Path) -> None:
     """The losses of one process; the same chunks everywhere."""
-    trainer = ParallelTrainer(SMALL, "ddp", out=folder / f"ddp{dist.get_world_size()}", progress=False)
+    out = folder / f"ddp{dist.get_world_size()}"
+    trainer = ParallelTrainer(SMALL, "ddp", out=out, progress=False)
     trainer.run()
     _as_one(trainer)
+    if trainer.rank == 0:  # the run of several goes on as one of one
+        assert Trainer(SMALL, out=out, resume=True, progress=False).step == trainer.step
 
 
 def trains_fsdp(folder: Path) -> None:

@@ -1,9 +1,7 @@
 """What all public functions have in common: how they take tensors of any kind, and what may be done with their results."""
 
 import contextlib
-import functools
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,38 +24,6 @@ def _ids(*values: int) -> torch.Tensor:
 def _attended(x: torch.Tensor) -> torch.Tensor:
     q = x.reshape(1, 2, -1, 16)
     return kernelbook.flash_attention(q, q, q)
-
-
-def _routed(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    return kernelbook.scatter2scatter(x, w[None], kernelbook.route(_ids(0, 0, 0, 0)[:, None], 1))
-
-
-# Calls with rows and a square matrix, and what autocast to bfloat16 makes of float32: what PyTorch's own functions give.
-AUTOCAST: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], Any], torch.dtype]] = {
-    "flash_attention": (lambda x, w: _attended(x), torch.bfloat16),
-    "sparse_linear": (lambda x, w: kernelbook.sparse_linear(x, w, None, _ids(0), chunk_size=16), torch.bfloat16),
-    "sparse_dx": (lambda x, w: kernelbook.sparse_dx(x, w, _ids(0), chunk_size=16), torch.bfloat16),
-    "scatter_ffn": (lambda x, w: kernelbook.scatter_ffn(x, w, w, _ids(3, 1)), torch.bfloat16),
-    "gather_matmul": (lambda x, w: kernelbook.gather_matmul(x, w, _ids(3, 1)), torch.bfloat16),
-    "scatter2scatter": (_routed, torch.bfloat16),
-    "layer_norm": (lambda x, w: kernelbook.layer_norm(x, w[0]), torch.float32),
-    "rms_norm": (lambda x, w: kernelbook.rms_norm(x, w[0]), torch.float32),
-    "nf4_matmul": (lambda x, w: kernelbook.nf4_matmul(x, kernelbook.nf4_quantize(w.detach()[None]), 0), torch.float32),
-}
-
-
-@pytest.mark.parametrize("name", AUTOCAST)
-def test_autocast_gives_the_dtype_that_pytorch_gives(name: str) -> None:
-    call, dtype = AUTOCAST[name]
-    x, w = _draw(4, 32).requires_grad_(), _draw(32, 32).requires_grad_()
-    outside = call(x, w)
-    gradients = functools.partial(
-        torch.autograd.grad, outside, (x, w), torch.ones_like(outside), retain_graph=True, materialize_grads=True
-    )
-    expected = gradients()
-    with torch.autocast(runtime.DEVICE.type, dtype=torch.bfloat16):
-        assert call(x, w).dtype == dtype
-        assert all(map(torch.equal, gradients(), expected))  # the backward pass of a float32 forward stays float32
 
 
 def test_attention_needs_its_result_and_says_when_it_was_changed() -> None:

@@ -12,14 +12,12 @@ import nbformat
 import pandas as pd
 import pytest
 import torch
-import yaml
 from programs import program
 
 from kernelbook import runtime
 from kernelbook.lab import chapters, plots, record
 
 # isort: split
-import triton.language as tl
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -44,57 +42,8 @@ def test_a_step_highlights_what_is_new_and_the_lines_under_a_remark() -> None:
     assert tool.changed_lines(after, [before]) == {5, 6, 7}
 
 
-REGION = re.compile(r"^[ \t]*# region ([^\n]+)\n(.*?)^[ \t]*# endregion$", re.MULTILINE | re.DOTALL)
 HIDDEN = {"hide-input", "remove-input", "remove-cell", "hide-cell"}
 CHAPTERS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-
-
-def faults_of_folds(cells: list[Any]) -> list[str]:
-    """What a chapter folds and must not: a line that the text names next, one that is new, the end or the heart of a kernel."""
-    tool = program("pages")
-    faults, earlier = [], []
-    for place, cell in enumerate(cells):
-        if cell.cell_type != "code":
-            continue
-        source, hidden = re.sub(r"(?m)^%", "#", cell.source), set(cell.metadata.get("tags", [])) & HIDDEN
-        if len(re.findall(r"# (region |endregion)", source)) != 2 * len(REGION.findall(source)):
-            faults.append(f"{place}: a region without its end")
-        shown = "" if hidden else REGION.sub("", source)
-        folded = [(source.count("\n", 0, m.start()) + 2, m[2]) for m in REGION.finditer(source)]
-        # A hidden cell is folded too.
-        text = source if hidden else "\n".join(lines for _, lines in folded)
-        following = next((later.source for later in cells[place + 1 :] if later.cell_type == "markdown"), "")
-        paragraphs = following.split("\n#")[0] if not following.startswith(("#", "(")) else ""
-        names = {
-            name for code in re.findall(r"(?<!`)`([^`\n]+)`", paragraphs) for name in re.findall(r"[A-Za-z_]\w+", code)
-        }
-        if not hidden:
-            faults += [
-                f"{place}: the text names `{name}`, whose line is folded"
-                for name in sorted(names)
-                if re.search(rf"\b{name}\b", text) and not re.search(rf"\b{name}\b", shown)
-            ]
-        functions = tool.functions(source) if "def " in source else []
-        for first, function in functions:
-            lines = {line for start, part in folded for line in range(start, start + part.count("\n"))}
-            own = {line - first + 1 for line in lines if first <= line < first + function.count("\n") + 1}
-            if not own:
-                continue
-            faults += [
-                f"{place}: {function.splitlines()[line - 1].strip()!r} is new and folded"
-                for line in own & tool.changed_lines(function, earlier)
-            ]
-            head = next(i for i, line in enumerate(function.splitlines(), 1) if re.search(r"\):\s*(#.*)?$", line))
-            body = {line for line in own if line > head}
-            if body and function.startswith(("@triton.jit", "@gluon.jit")):
-                if not earlier or tool.changed_lines(function, earlier) == set():
-                    faults.append(f"{place}: a kernel that no earlier one is like is folded")
-                if max(body) >= function.count("\n"):
-                    faults.append(f"{place}: the end of a kernel is folded")
-        if hidden and re.search(r"^@(triton|gluon)\.jit", source, re.MULTILINE):
-            faults.append(f"{place}: a kernel in a hidden cell")
-        earlier += [function for _, function in functions]
-    return faults
 
 
 @pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem)
@@ -105,11 +54,6 @@ def test_a_chapter_finds_the_book_from_any_folder(path: Path) -> None:
         for cell in nbformat.read(path, as_version=4).cells
         if "../book" in cell.source and cell.cell_type == "code"
     ]
-
-
-@pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem)
-def test_what_the_lesson_is_about_is_not_folded(path: Path) -> None:
-    assert not faults_of_folds(nbformat.read(path, as_version=4).cells)
 
 
 def open_cells(path: Path) -> str:
@@ -167,39 +111,6 @@ def test_a_question_keeps_its_answer_folded(tmp_path: Path) -> None:
     assert places == sorted(places)
 
 
-def test_an_execution_is_kept_until_what_decides_it_changes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    tool = program("build_book")
-    monkeypatch.setattr(tool, "ROOT", tmp_path)
-    monkeypatch.setattr(tool, "EXECUTED", tmp_path / "_build" / "executed")
-    monkeypatch.setattr(tool, "DECIDING", ("src",))
-    (tmp_path / "src").mkdir()
-    (tmp_path / "src" / "a.py").write_text("1")
-    path = tmp_path / "chapter.ipynb"
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1 + 1"), nbformat.v4.new_markdown_cell("a")])
-    nbformat.write(notebook, path)
-    assert not tool.is_kept(tool.open_cache(), path)
-    done = tool.execute(path)
-    assert not done.err and done.nb.cells[0].outputs[0]["data"]["text/plain"] == "2"
-    tool.keep(tool.open_cache(), path, done.nb, done.time)
-    assert tool.is_kept(tool.open_cache(), path)
-    page = tmp_path / "page.md"
-    page.write_text("---\nfile_format: mystnb\n---\n\nWords\n\n```{code-cell} python\n2 + 3\n```\n")
-    assert not tool.is_kept(tool.open_cache(), page)
-    done = tool.execute(page)
-    assert done.nb.cells[1].outputs[0]["data"]["text/plain"] == "5"
-    tool.keep(tool.open_cache(), page, done.nb, done.time)
-    assert tool.is_kept(tool.open_cache(), page)
-    notebook.cells[1].source = "other words"
-    nbformat.write(notebook, path)
-    assert tool.is_kept(tool.open_cache(), path)
-    notebook.cells[0].source = "1 + 2"
-    nbformat.write(notebook, path)
-    assert not tool.is_kept(tool.open_cache(), path)
-    tool.keep(tool.open_cache(), path, notebook, 1.0)
-    (tmp_path / "src" / "a.py").write_text("2")
-    assert not tool.is_kept(tool.open_cache(), path)
-
-
 @pytest.mark.parametrize("left", [3, 2, 1, 0])
 @pytest.mark.parametrize("name", ["attention_forward", "attention_backward"])
 def test_a_gpu_too_small_for_some_points_draws_the_others(
@@ -246,13 +157,6 @@ def test_steps_are_one_case_that_is_checked_and_knows_its_providers() -> None:
 
 
 WORDS = 2_800  # of prose in a chapter, without exercises, listings, tables and formulas
-# Words of the glossary that every page is full of, which nobody looks up twice.
-EVERYDAY = {"baseline", "block", "grid", "kernel", "launch", "mask", "program", "thread", "tile"}
-GLOSSARY = re.search(
-    r"^```{glossary}\n(.*?)^```$", (ROOT / "book" / "notation.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
-)
-assert GLOSSARY is not None
-TERMS = [line for line in GLOSSARY[1].splitlines() if line and not line.startswith(" ") and line not in EVERYDAY]
 CODE_FENCE = re.compile(
     r"^(`{3,})(?:\{(?:literalinclude|include|figure|instrument|code-cell)\}|\w+).*?^\1$", re.MULTILINE | re.DOTALL
 )
@@ -266,37 +170,11 @@ def prose_of(cells: list[Any]) -> str:
     return re.sub(r"^(\|.*\||`{3,}.*|:[\w-]+:.*|\([\w-]+\)=)$", "", text, flags=re.MULTILINE)
 
 
-# Chapters in which a word of the glossary means another thing.
-OTHERWISE = {
-    "launches": {"lock"},
-    "several_gpus": {"rank"},
-    "sparse_training": {"race", "rank"},
-    # Of a tensor in memory.
-    "layer_norm": {"layout"},
-    "nf4": {"layout"},
-    "nf4_products": {"layout"},
-    "sparse_linear": {"layout"},
-}
-
-
-def unlinked_terms(prose: str, terms: list[str]) -> list[str]:
-    """Terms of the glossary that a text uses and nowhere links."""
-    linked = {
-        term.lower()
-        for one, other in re.findall(r"\{term\}`(?:[^`<]*<([^`>]+)>|([^`<]+))`", prose)
-        for term in (one, other)
-    }
-    plain = re.sub(r"^#.*$", "", prose, flags=re.MULTILINE)
-    plain = re.sub(r"(\{[\w:]+\})?`[^`\n]+`|\$[^$\n]+\$|\[[^\]]*\]\([^)]*\)", " ", plain)
-    return [term for term in terms if term.lower() not in linked and re.search(rf"\b{re.escape(term)}s?\b", plain)]
-
-
 @pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem)
-def test_a_chapter_is_short_and_links_its_terms(path: Path) -> None:
+def test_a_chapter_is_short(path: Path) -> None:
     prose = prose_of(nbformat.read(path, as_version=4).cells)
     words = re.sub(r"\$[^$\n]+\$|`[^`\n]+`", "x", re.sub(r"\]\(http[^)]*\)", "]", prose))
     assert len(re.findall(r"\w[\w'.,-]*", words)) <= WORDS, "split it"
-    assert not set(unlinked_terms(prose, TERMS)) - OTHERWISE.get(path.stem, set())
 
 
 LEVELS = {
@@ -320,22 +198,3 @@ def test_an_exercise_says_how_hard_and_how_long_it_is(path: Path) -> None:
         assert says is not None and says[1] in LEVELS and 0 < int(says[2]) <= 120, f"{label}: {line[:60]}"
     opened = re.findall(r"\{solution-(start|end)\}", text)
     assert opened == ["start", "end"] * (len(opened) // 2), "a solution is not opened and closed once"
-
-
-def test_functions_of_triton_link_to_their_reference() -> None:
-    """Each chapter links the pages of those functions that no chapter before it has used."""
-    contents = yaml.safe_load((ROOT / "_toc.yml").read_text(encoding="utf-8"))
-    files = [chapter["file"] for part in contents["parts"] for chapter in part["chapters"]]
-    known: set[str] = set()
-    missing = []
-    for file in (file for file in files if file.startswith("notebooks/")):
-        text, code = "", ""
-        for cell in nbformat.read(ROOT / f"{file}.ipynb", as_version=4).cells:
-            if cell.cell_type == "markdown" and re.search(r"^## Exercises", cell.source, re.MULTILINE):
-                break
-            text, code = (text, code + cell.source) if cell.cell_type == "code" else (text + cell.source, code)
-        used = {name for name in re.findall(r"\btl\.([a-z_0-9]+)\(", code) if callable(getattr(tl, name, None))}
-        known |= set(re.findall(r"triton\.language\.([a-z_0-9]+)\.html", text))
-        missing += [f"{file}: tl.{name}" for name in sorted(used - known) if not isinstance(getattr(tl, name), type)]
-        known |= used
-    assert not missing

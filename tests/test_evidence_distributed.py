@@ -3,7 +3,7 @@
 import kernelbook  # noqa: F401
 
 # isort: split
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import ranks_in_one_process as ranks
@@ -47,22 +47,16 @@ CASES = (
 )
 
 
-def _assert_same(found: ranks.Passed, expected: ranks.Passed) -> None:
-    for name, ours, true in zip(found._fields, found, expected, strict=True):
+@pytest.mark.parametrize("by", (ranks.by_messages, ranks.by_windows), ids=("messages", "windows"))
+@pytest.mark.parametrize(("tokens", "hidden", "slots", "experts", "share", "outside"), CASES)
+def test_there_and_back(
+    tokens: list[int], hidden: int, slots: int, experts: int, share: int, outside: bool, by: Callable[..., ranks.Passed]
+) -> None:
+    inputs = _inputs(tokens, hidden, slots, experts, outside)
+    expected = ranks.reference(*inputs, experts)
+    for name, ours, true in zip(expected._fields, by(*inputs, experts, share), expected, strict=True):
         for rank, (a, b) in enumerate(zip(ours, true, strict=True)):
             assert torch.equal(a, b), (name, rank)
-
-
-@pytest.mark.parametrize(("tokens", "hidden", "slots", "experts", "share", "outside"), CASES)
-def test_messages(tokens: list[int], hidden: int, slots: int, experts: int, share: int, outside: bool) -> None:
-    inputs = _inputs(tokens, hidden, slots, experts, outside)
-    _assert_same(ranks.by_messages(*inputs, experts, share), ranks.reference(*inputs, experts))
-
-
-@pytest.mark.parametrize(("tokens", "hidden", "slots", "experts", "share", "outside"), CASES)
-def test_windows(tokens: list[int], hidden: int, slots: int, experts: int, share: int, outside: bool) -> None:
-    inputs = _inputs(tokens, hidden, slots, experts, outside)
-    _assert_same(ranks.by_windows(*inputs, experts, share), ranks.reference(*inputs, experts))
 
 
 def test_places_of_more_tokens_than_a_block_has() -> None:

@@ -16,7 +16,7 @@ from kernelbook.lab.compiled import compile_calls
 from kernelbook.layer_norm import kernels, rms_norm_reference
 from kernelbook.nf4 import kernels as nf4_kernels
 from kernelbook.nf4.reference import nested_absmax_reference, nf4_dequantize_reference, nf4_quantize_reference
-from kernelbook.scatter_ffn import scatter_ffn_reference
+from kernelbook.scatter_ffn.cases import CASES
 from kernelbook.study import layer_norm as study
 
 # --- layer_norm -----------------------------------------------------------------------------------------------------
@@ -110,35 +110,28 @@ def test_the_mean_of_each_tile_is_corrected() -> None:
     check.compare("out", kb.layer_norm(x), truth, truth.float()).require()
 
 
-@pytest.mark.parametrize("residual", (False, True))
-@pytest.mark.usefixtures("_in_tiles")
-def test_rows_in_several_tiles(residual: bool) -> None:
-    n = 301
-    inputs = {"x": randn(2 * ROWS, n + 3)[::2, 1:-2] + 3, "weight": randn(n)}
-    if residual:
-        inputs["residual"] = randn(ROWS, n + 7)[:, 4:-3]
+@pytest.mark.parametrize(("small", "n"), (("_in_tiles", 301), ("_looped", 64), ("_looped", 301)))
+@pytest.mark.parametrize(
+    ("norm", "others"),
+    (
+        ("layer", ()),
+        ("layer", ("weight",)),
+        ("layer", ("weight", "bias")),
+        ("rms", ("weight",)),
+        ("rms", ("weight", "residual")),
+    ),
+)
+def test_rows_in_several_tiles(
+    norm: str, others: tuple[str, ...], small: str, n: int, request: pytest.FixtureRequest
+) -> None:
+    request.getfixturevalue(small)
+    given = {"weight": randn(n), "bias": randn(n), "residual": randn(ROWS, n + 7)[:, 4:-3]}
+    inputs = {"x": randn(2 * ROWS, n + 3)[::2, 1:-2] + 3, **{name: given[name] for name in others}}
+    if norm == "rms":
         check.check_op(kb.rms_norm, rms_norm_reference, inputs, grads=tuple(inputs))
     else:
         reference = functools.partial(F.layer_norm, normalized_shape=(n,))
         check.check_op(kb.layer_norm, lambda x, **t: reference(x, **t), inputs, grads=tuple(inputs))
-
-
-@pytest.mark.parametrize("n", (64, 301))
-@pytest.mark.parametrize("parts", ((), ("weight",), ("weight", "bias")), ids=("nothing", "weight", "weight and bias"))
-@pytest.mark.usefixtures("_looped")
-def test_looped_rows_of_layer_norm(parts: tuple[str, ...], n: int) -> None:
-    inputs = {"x": randn(2 * ROWS, n + 3)[::2, 1:-2], **{name: randn(n) for name in parts}}
-    reference = functools.partial(F.layer_norm, normalized_shape=(n,))
-    check.check_op(kb.layer_norm, lambda x, **t: reference(x, **t), inputs, grads=tuple(inputs))
-
-
-@pytest.mark.parametrize("n", (64, 301))
-@pytest.mark.parametrize("residual", (False, True))
-@pytest.mark.usefixtures("_looped")
-def test_looped_rows_of_rms_norm(residual: bool, n: int) -> None:
-    inputs = {"x": randn(2 * ROWS, n + 3)[::2, 1:-2], "weight": randn(n)}
-    inputs |= {"residual": randn(ROWS, n + 7)[:, 4:-3]} if residual else {}
-    check.check_op(kb.rms_norm, rms_norm_reference, inputs, grads=tuple(inputs))
 
 
 @pytest.mark.parametrize("small", ("_looped", "_in_tiles"))
@@ -173,12 +166,7 @@ def test_nan_goes_through_every_activation(activation: str, tokens: int) -> None
     y = kb.scatter_ffn(**inputs, **given)
     assert y[0].isnan().all() and y[1:].isfinite().all()
     # NaN has to stand where the reference has it, in gradients too: those of relu let a NaN pass.
-    check.check_op(
-        functools.partial(kb.scatter_ffn, **given),
-        functools.partial(scatter_ffn_reference, **given),
-        inputs,
-        grads=tuple(inputs),
-    )
+    CASES["scatter_ffn"].check(inputs | given)
 
 
 def test_tickets_are_taken_with_acquire_and_release() -> None:

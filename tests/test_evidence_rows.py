@@ -2,7 +2,6 @@
 in their kernels. Sizes end within tiles, and what must not count is NaN or lies at the end of memory, which is watched."""
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,11 +13,11 @@ import torch
 import triton
 from tensors import randn
 
-from kernelbook import arguments, check, operators, runtime
+from kernelbook import check, operators, runtime
 from kernelbook.moe_lora import grouped, kernels, moe_lora_reference, op
 from kernelbook.moe_lora.routing import tiles_of_height
 from kernelbook.scatter_ffn import kernels as ffn_kernels
-from kernelbook.scatter_ffn import scatter_ffn_reference
+from kernelbook.scatter_ffn.cases import CASES
 from kernelbook.study.moe_lora import lora_gradients, shrink_products
 
 
@@ -47,14 +46,6 @@ def test_tiles_that_no_rows_need_say_so(rows: int, experts: int) -> None:
         groups = routing.lists[begin : begin + 3 * count : 3].tolist()
         used = -(-rows // height)
         assert groups == [5] * used + [-1] * (count - used)
-
-
-def test_ids_that_nobody_checks_are_those_of_slots_to_skip(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arguments, "check_index_values", lambda *_, **__: None)
-    bad = torch.tensor([-1, 3, 4, 0, 10**6, 2, 2**33 + 1, 1, -(2**40), 3], device=runtime.DEVICE).view(5, 2)
-    skipped = bad.masked_fill((bad < 0) | (bad > 4), 4)
-    found, expected = (kb.route(ids, 4) for ids in (bad, skipped))
-    assert torch.equal(found.order, expected.order) and torch.equal(found.offsets, expected.offsets)
 
 
 def _routed(*counts: int, skipped: int = 0) -> tuple[torch.Tensor, kb.Routing]:
@@ -149,13 +140,7 @@ def _config(**blocks: int) -> triton.Config:
 def _check_ffn(
     inputs: dict[str, torch.Tensor], rows: torch.Tensor, activation: str, grads: tuple[str, ...] = ()
 ) -> None:
-    given = {"neurons": rows, "activation": activation}
-    check.check_op(
-        functools.partial(kb.scatter_ffn, **given),
-        functools.partial(scatter_ffn_reference, **given),
-        inputs,
-        grads=grads,
-    )
+    CASES["scatter_ffn"].check(inputs | {"neurons": rows, "activation": activation}, grads=grads)
 
 
 @pytest.mark.parametrize("activation", ("relu", "leaky_relu"))

@@ -14,17 +14,15 @@ from tensors import check_attention, randn
 from triton.runtime import interpreter
 
 from bench import sparse_inference
-from kernelbook import arguments, check, runtime
+from kernelbook import check, runtime
 from kernelbook.attention import kernels as attention_kernels
 from kernelbook.attention import kernels_decode as decode_kernels
 from kernelbook.attention import paged_attention_reference
 from kernelbook.interop import rotary
+from kernelbook.moe_lora import cases as moe_cases
 from kernelbook.moe_lora import kernels as moe_kernels
-from kernelbook.moe_lora import moe_lora_reference
 from kernelbook.nn import kernels as nn_kernels
 from kernelbook.nn.swiglu import swiglu
-from kernelbook.scatter_ffn import kernels as ffn_kernels
-from kernelbook.scatter_ffn import scatter_ffn_reference
 from kernelbook.sparse_linear import kernels as sparse_kernels
 from kernelbook.sparse_linear import op as sparse_op
 from kernelbook.sparse_linear import sparse_dw_reference, sparse_dx_reference, sparse_forward_reference
@@ -97,22 +95,6 @@ def test_packed_chunks_to_the_last_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sparse_kernels, "PACK_CONFIG", config)
     monkeypatch.setattr(sparse_kernels, "PLACE_BLOCK_M", 16)
     _assert_exact(22, 24, 4 * 20 - 8, [3, 0, 2], 20)
-
-
-def test_chunks_out_of_range_in_boxes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a GPU gets them, where nobody looks at the ids before."""
-    monkeypatch.setattr(arguments, "check_index_values", lambda *_, **__: None)
-    plan = sparse_kernels.Plan(
-        triton.Config({"BLOCK_R": 64, "BLOCK_D": 16, "BLOCK_K": 16, "GROUP": 2}, num_warps=4, num_stages=1), 1, True
-    )
-    monkeypatch.setattr(sparse_kernels, "plan_backward", lambda *_: plan)
-    x, w, dy = (randn(*s).to(torch.float16) for s in ((40, 24), (6 * 64 - 8, 24), (40, 6 * 64 - 8)))
-    ids, kept = (torch.tensor(listed, device=x.device) for listed in ([-1, 5, 6, 2, -3], [5, 2]))
-    for function in (kb.sparse_dw, kb.sparse_backward):
-        given = (x, dy) if function is kb.sparse_dw else (x, w, dy)
-        found, exact = (function(*given, active_chunks=listed, chunk_size=64) for listed in (ids, kept))
-        assert all(torch.equal(a, b) for a, b in zip(found, exact, strict=True))
-    assert torch.equal(*(kb.sparse_dx(dy, w, active_chunks=listed, chunk_size=64) for listed in (ids, kept)))
 
 
 # --- attention ------------------------------------------------------------------------------------------------------
@@ -238,35 +220,20 @@ def _small_moe_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("packed", (False, True))
 def test_moe_lora(strategy: str, packed: bool) -> None:
     """Two tiles of rows of an expert, of columns, of sums and of the rank; slots to skip; programs that route together."""
-    tokens, experts, slots, k, n, rank = 45, 5, 3, 64, 40, 20
-    ids = torch.rand(tokens, experts, device=runtime.DEVICE).argsort(1)[:, :slots]
-    ids[::4, 1] = experts
-    inputs = {
-        "x": randn(tokens, k), "lora_a": randn(experts, rank, k) / 8, "lora_b": randn(experts, n, rank) / 4,
-        "bias": randn(experts, n), "gates": torch.rand(tokens, slots, device=ids.device),
-    }  # fmt: skip
-    routing = kb.route(ids, experts)
-    if packed:
-        q = kb.nf4_quantize(randn(experts, n, k) / 8)
-        w = kb.nf4_dequantize(q, dtype=torch.float32).transpose(1, 2)
-        ours = functools.partial(kb.moe_lora, w=q, routing=routing, strategy=strategy, scaling=0.5)
-        check.check_op(
-            ours, lambda **t: moe_lora_reference(w=w.to(t["x"].dtype), expert_ids=ids, scaling=0.5, **t), inputs,
-            grads=tuple(inputs),
-        )  # fmt: skip
-    else:
-        inputs["w"] = randn(experts, k, n) / 8
-        for grouped in (False, True):
-            given = dict(inputs)
-            if grouped:
-                given["x"] = randn(tokens * slots, k)
-            how = {"grouped_in": grouped, "scaling": 0.5}
-            check.check_op(
-                functools.partial(kb.moe_lora, routing=routing, strategy=strategy, **how),
-                functools.partial(moe_lora_reference, expert_ids=ids, **how),
-                given,
-                grads=tuple(given),
-            )
+    case = moe_cases.CASES["moe_lora in 4 bits" if packed else "moe_lora"]
+    sizes = {
+        "tokens": 45,
+        "experts": 5,
+        "slots": 3,
+        "k": 64,
+        "n": 40,
+        "rank": 20,
+        "skipped": 0.1,
+        "bias": True,
+        "gates": True,
+    }
+    for grouped in (False,) if packed else (False, True):
+        case.check(case.of(**sizes, strategy=strategy, grouped_in=grouped))
 
 
 def test_elementwise_modules(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,7 +264,7 @@ def test_elementwise_modules(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_chunks_of_several_layers_are_ranked(monkeypatch: pytest.MonkeyPatch) -> None:
     """In steps of four; among equal ones the first, NaN and what is taken at the ends."""
     monkeypatch.setattr(train_kernels, "TOP_BLOCK", 4)
-    layout = Layout.of_fraction([11, 1, 18], 0.4, runtime.DEVICE)
+    layout = Layout.of_fraction([11, 1, 18], 0.4)
     scores = torch.randint(-4, 3, (layout.total,), device=runtime.DEVICE).float()
     scores[[3, 20]] = float("nan")
     ids = torch.full((layout.total_active,), -1, dtype=torch.int64, device=runtime.DEVICE)
@@ -381,26 +348,3 @@ def test_columns_above_a_threshold(monkeypatch: pytest.MonkeyPatch) -> None:
             best = (scores > threshold).any(0).nonzero().flatten()[:25]
             found = predictor(x)
             assert torch.equal(found[found < 70], best)
-
-
-@pytest.mark.parametrize("gated", (False, True))
-def test_packed_rows_in_many_tiles(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies of the listed rows, what lies between two products, and where gradients go: three tiles of each."""
-    tiles = {
-        "COPY": {"BLOCK_L": 4, "BLOCK_K": 32}, "HIDDEN": {"BLOCK_M": 4, "BLOCK_L": 8}, "PLACE": {"BLOCK_N": 4, "BLOCK_K": 32},
-        "PLACE_VECTOR": {"BLOCK_N": 8, "BLOCK_K": 1},
-    }  # fmt: skip
-    for name, blocks in tiles.items():
-        config = getattr(ffn_kernels, f"{name}_CONFIG")
-        assert blocks.keys() == config.kwargs.keys()
-        monkeypatch.setattr(ffn_kernels, f"{name}_CONFIG", triton.Config(config.kwargs | blocks, num_warps=1))
-    inputs = {"x": randn(6, 70), "w_up": randn(30, 70) / 8, "w_down": randn(30, 75) / 3, "b_up": randn(30)}
-    inputs |= {"w_gate": randn(30, 70) / 8} if gated else {}
-    rows = torch.tensor([3, 29, 0, 11, 12, 7, 28, 8, 17, 3, 20, 21, 22, 23, 24, 25, 4, 5, 6], device=runtime.DEVICE)
-    given = {"neurons": rows, "activation": "gelu_tanh"}
-    check.check_op(
-        functools.partial(kb.scatter_ffn, **given),
-        functools.partial(scatter_ffn_reference, **given),
-        inputs,
-        grads=tuple(inputs),
-    )

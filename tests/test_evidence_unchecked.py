@@ -6,14 +6,12 @@ Each is as if it were not there; memory is watched meanwhile.
 import kernelbook as kb
 
 # isort: split
-import functools
 
 import pytest
 import torch
 from tensors import label, randn
 
-from kernelbook import arguments, check, runtime
-from kernelbook.scatter_ffn import gather_matmul_reference, scatter_ffn_reference
+from kernelbook import arguments, runtime
 
 BAD = (-1, 10**6, 2**33 + 1, -(2**40))
 
@@ -28,58 +26,6 @@ def _among(good: list[int], first_bad: int) -> torch.Tensor:
     bad = (first_bad, *BAD)
     listed = [i for pair in zip(good, bad * len(good), strict=False) for i in pair]
     return torch.tensor([first_bad, *listed], device=runtime.DEVICE)
-
-
-@pytest.mark.parametrize("tokens", (1, 16, 40))
-@pytest.mark.parametrize("gated", (False, True))
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float16))
-def test_neurons(dtype: torch.dtype, gated: bool, tokens: int) -> None:
-    good = [3, 29, 0, 11, 12]
-    ids = _among(good, 30)
-    inputs = {"x": randn(tokens, 40), "w_up": randn(30, 40) / 6, "w_down": randn(30, 24) / 3}
-    inputs |= {"w_gate": randn(30, 40) / 6} if gated else {}
-    inputs = {name: t.to(dtype) for name, t in inputs.items()} | {"b_up": randn(30).to(dtype)}
-    kept = torch.tensor(good, device=ids.device)
-    check.check_op(
-        functools.partial(kb.scatter_ffn, neurons=ids, activation="gelu"),
-        functools.partial(scatter_ffn_reference, neurons=kept, activation="gelu"),
-        inputs,
-        grads=tuple(inputs),
-    )
-
-
-@pytest.mark.parametrize("tokens", (2, 40))
-@pytest.mark.parametrize("bias", (False, True))
-def test_rows(bias: bool, tokens: int) -> None:
-    good = [7, 0, 19]
-    ids = _among(good, 20)
-    inputs = {"x": randn(tokens, 24), "weight": randn(20, 24)} | ({"bias": randn(20)} if bias else {})
-    found = kb.gather_matmul(**inputs, rows=ids)
-    there = torch.isin(ids, torch.tensor(good, device=ids.device))
-    truth = gather_matmul_reference(**{k: v.double() for k, v in inputs.items()}, rows=ids[there])
-    plain = gather_matmul_reference(**inputs, rows=ids[there])
-    check.compare("out", found[:, there], truth, plain).require()
-    assert torch.equal(found[:, ~there], torch.zeros_like(found[:, ~there]))
-
-
-@pytest.mark.parametrize("chunk", (16, 64))
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float16))
-def test_chunks(dtype: torch.dtype, chunk: int) -> None:
-    d_out, count = 3 * chunk - 5, 3
-    x, w, dy = (randn(*s).to(dtype) for s in ((70, 40), (d_out, 40), (70, d_out)))
-    for good in ([2, 0], [1]):
-        # As many ids as chunks mean all of them, so one more is listed.
-        ids = _among(good, count)[: count - 1 if len(good) == 1 else count + 2]
-        kept = torch.tensor([i for i in ids.tolist() if 0 <= i < count], device=x.device)
-        given, plain = ({"active_chunks": listed, "chunk_size": chunk} for listed in (ids, kept))
-        for ours, exact in (
-            (kb.sparse_dw(x, dy, **given), kb.sparse_dw(x, dy, **plain)),
-            ((kb.sparse_dx(dy, w, **given),), (kb.sparse_dx(dy, w, **plain),)),
-            (kb.sparse_backward(x, w, dy, **given), kb.sparse_backward(x, w, dy, **plain)),
-            ((kb.sparse_forward(x, w, None, **given),), (kb.sparse_forward(x, w, None, **plain),)),
-        ):
-            for a, b in zip(ours, exact, strict=True):
-                torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-3 if dtype == torch.float16 else 1e-4)
 
 
 @pytest.mark.parametrize("double", (False, True))

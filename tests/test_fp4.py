@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import kernelbook as kb
-from kernelbook import check, runtime
-from kernelbook.moe_lora import moe_lora_reference
+from kernelbook import runtime
 from kernelbook.packed.fp4 import FORMATS, fp4_parts
 
 DEV = runtime.DEVICE
@@ -89,28 +88,6 @@ def test_scales_of_each_expert() -> None:
     assert torch.equal(kb.nf4_dequantize(both, dtype=torch.float32), expected)
 
 
-@pytest.mark.parametrize("format", tuple(FORMATS))
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-def test_products_and_gradients(format: str, dtype: torch.dtype) -> None:
-    q = kb.fp4_quantize(torch.randn(3, 64, 96, device=DEV), format=format)
-    ids = torch.tensor([[0, 2], [2, 3], [1, 0], [2, 1]], device=DEV)  # 3: a slot to skip
-    w = kb.nf4_dequantize(q, dtype=dtype).transpose(1, 2)
-    x = torch.randn(4, 96, device=DEV).to(dtype)
-    check.check_op(
-        lambda x: kb.scatter2scatter(x, q, kb.route(ids, 3)),
-        lambda x: moe_lora_reference(x, w.to(x.dtype), None, None, ids),
-        {"x": x},
-        grads=("x",),
-    )
-    for tokens in (1, 4):
-        check.check_op(
-            lambda x: kb.nf4_matmul(x, q, 1),
-            lambda x: x @ w[1].to(x.dtype),
-            {"x": x[:tokens].contiguous()},
-            grads=("x",),
-        )
-
-
 def test_bad_arguments() -> None:
     w, packed = torch.randn(2, 4, 64, device=DEV), torch.zeros(2, 4, 32, dtype=torch.uint8, device=DEV)
     e4m3 = torch.zeros(2, 4, 4, device=DEV).to(torch.float8_e4m3fn)
@@ -146,17 +123,6 @@ def test_a_block_that_is_not_finite_stays_so(format: str, bad: float) -> None:
     block = FORMATS[format][0]
     out = kb.nf4_dequantize(kb.fp4_quantize(w, format=format), dtype=torch.float32)[0, 0]
     assert bool(out[:block].isnan().all()) and bool((out[block:] == 1).all())
-
-
-@pytest.mark.parametrize("format", tuple(FORMATS))
-def test_quantizing_reads_no_value(format: str) -> None:
-    """So it runs on tensors without values, as one graph, and the host waits for nothing."""
-    without = kb.fp4_quantize(torch.empty(2, 3, 64, device="meta"), format=format)
-    assert without.shape == (2, 3, 64) and without.packed.is_meta
-    w = weights(2, 3, 64)
-    call = torch.compile(lambda w: fp4_parts(kb.fp4_quantize(w, format=format)), backend="eager", fullgraph=True)
-    for made, expected in zip(call(w), fp4_parts(kb.fp4_quantize(w, format=format)), strict=True):
-        assert torch.equal(made.float(), expected.float())
 
 
 def test_the_better_of_two_scales() -> None:

@@ -1,7 +1,6 @@
 """The room moe_lora: every output and gradient by the rule of check.py, and everything around it."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,9 +10,9 @@ from tensors import guarded_memory, label, packed, randn, refused
 import kernelbook as kb
 from kernelbook import arguments, check, runtime
 from kernelbook.lab.compiled import compile_calls
-from kernelbook.moe_lora import kernels, moe_lora_reference, route_reference, scatter2scatter_reference
+from kernelbook.moe_lora import kernels, moe_lora_reference, route_reference
+from kernelbook.moe_lora.cases import CASES
 from kernelbook.moe_lora.routing import tiles_of_height
-from kernelbook.study.moe_lora import lora_gradients, shrink_products
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LORA = ("lora_a", "lora_b")
@@ -40,24 +39,6 @@ def _inputs(
     if gates is not None:
         inputs["gates"] = torch.rand(ids.shape, device=ids.device).to(gates)
     return inputs
-
-
-def _check(
-    inputs: dict[str, torch.Tensor],
-    ids: torch.Tensor,
-    *,
-    strategy: str = "auto",
-    scaling: float = 0.5,
-    grads: tuple[str, ...] | None = None,
-    **how: Any,
-) -> None:
-    routing = kb.route(ids, inputs["w"].shape[0])
-    check.check_op(
-        functools.partial(kb.moe_lora, routing=routing, strategy=strategy, scaling=scaling, **how),
-        functools.partial(moe_lora_reference, expert_ids=ids, scaling=scaling, **how),
-        inputs,
-        grads=tuple(inputs) if grads is None else grads,
-    )
 
 
 # --- routing --------------------------------------------------------------------------------------------------------
@@ -105,63 +86,6 @@ def test_route(name: str) -> None:
 
 # --- outputs and gradients ------------------------------------------------------------------------------------------
 
-# T, E, k, K, N: fewer tokens than a tile has rows, a prime number of experts, K = 1, N odd, every expert for every token,
-# tiles of more than one step, more rows than a tile has.
-PROBLEMS = (
-    (3, 5, 2, 40, 50),
-    (30, 7, 3, 1, 33),
-    (20, 3, 3, 48, 65),
-    (9, 11, 1, 136, 72),
-    (70, 2, 1, 24, 200),
-)
-
-
-@pytest.mark.parametrize("strategy", ("fused", "split"))
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=label)
-@pytest.mark.parametrize("problem", PROBLEMS, ids=label)
-def test_outputs_and_gradients(problem: tuple[int, ...], dtype: torch.dtype, strategy: str) -> None:
-    tokens, experts, slots, k, n = problem
-    ids = _experts(tokens, experts, slots, 0.2)
-    _check(_inputs(ids, experts, k, n, 3, dtype, with_bias=True, gates=dtype), ids, strategy=strategy)
-
-
-@pytest.mark.parametrize("rank", (1, 16, 100))
-def test_ranks(rank: int) -> None:
-    ids = _experts(14, 3, 2)
-    for strategy in ("fused", "split"):
-        _check(_inputs(ids, 3, 24, 40, rank, torch.bfloat16), ids, strategy=strategy)
-
-
-@pytest.mark.parametrize("grouped_in", (False, True))
-@pytest.mark.parametrize("grouped_out", (False, True, "gates"))
-def test_grouped_and_scattered(grouped_in: bool, grouped_out: bool | str) -> None:
-    for dtype, strategy in ((torch.float16, "fused"), (torch.float32, "split")):
-        ids = _experts(25, 5, 2, 0.2)
-        gates = torch.float32 if grouped_out == "gates" else None
-        inputs = _inputs(ids, 5, 40, 48, 4, dtype, grouped_in=grouped_in, with_bias=True, gates=gates)
-        _check(inputs, ids, strategy=strategy, grouped_in=grouped_in, grouped_out=grouped_out is True)
-        if grouped_out != "gates":
-            how = {"grouped_in": grouped_in, "grouped_out": grouped_out}
-            check.check_op(
-                functools.partial(kb.scatter2scatter, routing=kb.route(ids, 5), **how),
-                functools.partial(scatter2scatter_reference, expert_ids=ids, **how),
-                {name: inputs[name] for name in ("x", "w")},
-                grads=("x", "w"),
-            )
-
-
-SKEWED = {
-    "one expert has all": lambda: torch.full((40, 1), 2, device=runtime.DEVICE),
-    "some have none": lambda: _experts(40, 3, 2) * 2,
-}
-
-
-@pytest.mark.parametrize("name", SKEWED)
-def test_skewed_routing(name: str) -> None:
-    ids = SKEWED[name]()
-    for strategy in ("fused", "split"):
-        _check(_inputs(ids, 6, 40, 24, 16, torch.float16, with_bias=True, gates=torch.float16), ids, strategy=strategy)
-
 
 # A small tile in a large one, tall and wide ones.
 TILES = (
@@ -182,45 +106,8 @@ def test_every_way_to_cut_the_product(tiles: kernels.Tiles, strategy: str, monke
     for grouped_in in (False, True):
         inputs = _inputs(ids, 3, 72, 80, 16, torch.float16, grouped_in=grouped_in)
         for w in (inputs["w"], inputs["w"].mT.contiguous().mT):
-            _check(inputs | {"w": w}, ids, strategy=strategy, grouped_in=grouped_in)
-
-
-# --- layouts --------------------------------------------------------------------------------------------------------
-
-
-def _scattermoe(experts: int, rank: int, k: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A (E r, K) and B (N, E r), the expert slowest in both."""
-    a, b = randn(experts * rank, k, dtype=torch.float16), randn(n, experts * rank, dtype=torch.float16)
-    return a.view(experts, rank, k), b.view(n, experts, rank).permute(1, 0, 2)
-
-
-def _peft(experts: int, rank: int, k: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A (E r, K) with the expert slowest, B (N, r E) with the expert fastest."""
-    a, b = randn(experts * rank, k, dtype=torch.float16), randn(n, rank * experts, dtype=torch.float16)
-    return a.view(experts, rank, k), b.view(n, rank, experts).permute(2, 0, 1)
-
-
-@pytest.mark.parametrize("strategy", ("fused", "split"))
-@pytest.mark.parametrize("layout", (_scattermoe, _peft), ids=("scattermoe", "peft"))
-def test_layouts_of_the_factors(layout: Callable[..., tuple[torch.Tensor, torch.Tensor]], strategy: str) -> None:
-    for rank in (3, 16):
-        ids = _experts(20, 5, 2)
-        lora_a, lora_b = layout(5, rank, 40, 48)
-        inputs = {**_inputs(ids, 5, 40, 48, rank, torch.float16), "lora_a": lora_a / 6, "lora_b": lora_b}
-        assert inputs["lora_b"].stride() == lora_b.stride()
-        _check(inputs, ids, strategy=strategy)
-
-
-def test_zero_sizes() -> None:
-    dtype = torch.float16
-    for tokens, k, n in ((0, 8, 24), (4, 8, 0), (4, 0, 24)):
-        ids = _experts(tokens, 3, 2)
-        for gates in (None, dtype):
-            inputs = _inputs(ids, 3, max(k, 1), n, 2, dtype, with_bias=True, gates=gates)
-            if k == 0:
-                inputs |= {"x": inputs["x"][:, :0], "w": inputs["w"][:, :0], "lora_a": inputs["lora_a"][:, :, :0]}
-            for strategy in ("fused", "split"):
-                _check(inputs, ids, strategy=strategy)
+            how = {"strategy": strategy, "grouped_in": grouped_in, "scaling": 0.5}
+            CASES["moe_lora"].check(inputs | {"w": w, "routing": kb.route(ids, 3), **how})
 
 
 # --- what LoRA promises ---------------------------------------------------------------------------------------------
@@ -233,16 +120,6 @@ def test_without_scaling_it_is_the_base(strategy: str) -> None:
     inputs = _inputs(ids, 5, 40, 48, 4, torch.float16)
     y = kb.moe_lora(**inputs, routing=routing, strategy=strategy, scaling=0.0)
     assert torch.equal(y, kb.scatter2scatter(inputs["x"], inputs["w"], routing))
-
-
-@pytest.mark.parametrize("grouped_in", (False, True))
-@pytest.mark.parametrize("gates", (None, torch.float32), ids=label)
-def test_without_a_pair(grouped_in: bool, gates: torch.dtype | None) -> None:
-    """Biases and gates, and their gradients, where there is no low-rank update."""
-    ids = _experts(20, 5, 2, 0.1)
-    inputs = _inputs(ids, 5, 40, 33, 4, torch.float32, grouped_in=grouped_in, with_bias=True, gates=gates)
-    del inputs["lora_a"], inputs["lora_b"]
-    _check(inputs, ids, grouped_in=grouped_in, lora_a=None, lora_b=None)
 
 
 @pytest.mark.parametrize("strategy", ("fused", "split"))
@@ -283,31 +160,6 @@ def test_slots_to_skip_are_zero_and_do_not_leak(strategy: str, gates: torch.dtyp
     assert (dx[3] == 0).all()
     finite = grads[:-1] if gates is not None else grads
     assert all(bool(torch.isfinite(grad).all()) for grad in finite)
-
-
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=label)
-def test_gradients_of_the_factors_in_both_ways(dtype: torch.dtype) -> None:
-    ids = _experts(40, 5, 2, 0.1)
-    routing = kb.route(ids, 5)
-    inputs = _inputs(ids, 5, 40, 150, 4, dtype)
-    inputs = {**inputs, "dy": randn(80, 150, dtype=dtype)}
-    del inputs["w"]
-
-    def exact(
-        x: torch.Tensor, dy: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        with torch.enable_grad():
-            a, b = lora_a.detach().requires_grad_(), lora_b.detach().requires_grad_()
-            y = moe_lora_reference(x, x.new_zeros(5, 40, 150), a, b, ids, scaling=0.5)
-            return torch.autograd.grad(y, (a, b), dy)
-
-    for saved in (True, False):
-
-        def ours(saved: bool = saved, **given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            products = shrink_products(**given, routing=routing, scaling=0.5) if saved else None
-            return lora_gradients(**given, routing=routing, scaling=0.5, saved=products)
-
-        check.check_op(ours, exact, inputs, forward_factor=check.GRADIENT_FACTOR)
 
 
 # --- packed experts -------------------------------------------------------------------------------------------------
@@ -536,3 +388,30 @@ kb.moe_lora(x, q, a, b, kb.route(torch.zeros(40, 2, dtype=torch.int64), 5))
 """
     compiled = [k for k in compile_calls(code) if k.name == "_many_rows_kernel"]
     assert [k.constants["r"] for k in compiled] == [128] and not compiled[0].spill_bytes
+
+
+@pytest.mark.gpu
+@pytest.mark.memory
+def test_packed_products_take_64_bit_offsets() -> None:
+    """Low-rank matrices that lie 2^30 elements apart, the memory between them only reserved; a result of 2^31 elements."""
+    step, n, k, rank = 2**30, 72, 128, 16
+    lora_b = torch.empty(2 * step + n * rank, dtype=torch.bfloat16, device=runtime.DEVICE).as_strided(
+        (3, n, rank), (step, rank, 1)
+    )
+    lora_b.copy_(randn(3, n, rank))
+    q = kb.nf4_quantize(randn(3, n, k) / k**0.5)
+    given = {
+        "x": randn(40, k, dtype=torch.bfloat16),
+        "lora_a": randn(3, rank, k, dtype=torch.bfloat16) / k**0.5,
+        "w": q,
+    }
+    routing = kb.route(torch.full((40, 1), 2, device=lora_b.device), 3)
+    found = kb.moe_lora(lora_b=lora_b, routing=routing, **given)
+    assert torch.equal(found, kb.moe_lora(lora_b=lora_b.contiguous(), routing=routing, **given))
+    del lora_b
+    rows, n, k = 2**15 + 8, 2**16 + 8, 64
+    q, x = kb.nf4_quantize(randn(1, n, k) / 8), randn(rows, k, dtype=torch.bfloat16)
+    routing = kb.route(torch.zeros(rows, 1, dtype=torch.int64, device=x.device), 1)
+    y = kb.moe_lora(x, q, None, None, routing)[-16:]
+    w = kb.nf4_dequantize(q, dtype=torch.float32)[0].double()
+    assert check.relative_error(y, x[-16:].double() @ w.t()) < 0.01

@@ -67,14 +67,6 @@ def test_a_profiler_sees_our_operators() -> None:
     ]
 
 
-def test_what_is_to_be_negated_is_negated() -> None:
-    """A tensor of PyTorch's may say that its numbers have the other sign, as ``z.conj().imag`` does."""
-    x = torch._neg_view(torch.randn(4, 16, device=runtime.DEVICE))
-    for given_x in (x, x.detach().requires_grad_()):
-        assert given_x.is_neg()
-        assert torch.equal(kb.layer_norm(given_x), kb.layer_norm(x.resolve_neg()))
-
-
 # --- public functions under the compiler ----------------------------------------------------------------------------
 
 

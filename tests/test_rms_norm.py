@@ -10,26 +10,14 @@ from tensors import label, randn, refused
 import kernelbook as kb
 from kernelbook import check, runtime
 from kernelbook.layer_norm import rms_norm_reference
+from kernelbook.layer_norm.cases import CASES
 from kernelbook.nn import RMSNorm
 
 EPS = 1e-6
 
 
-def _torch(x: torch.Tensor, weight: Any = None, residual: Any = None) -> Any:
-    total = x if residual is None else x + residual
-    y = F.rms_norm(total, x.shape[-1:], weight, EPS)
-    return y if residual is None else (y, total)
-
-
 def _check(x: torch.Tensor, weight: Any = None, residual: Any = None) -> None:
-    inputs = {"x": x, "weight": weight, "residual": residual}
-    check.check_op(
-        lambda x, weight, residual: kb.rms_norm(x, weight, EPS, residual=residual),
-        lambda x, weight, residual: rms_norm_reference(x, weight, EPS, residual),
-        inputs,
-        grads=[name for name, value in inputs.items() if value is not None],
-        baseline=_torch,
-    )
+    CASES["rms_norm"].check({"x": x, "weight": weight, "residual": residual})
 
 
 # Rows that share a tile, one tile, several tiles, rows that two programs share, rows that are looped over.
@@ -129,16 +117,6 @@ def test_a_module_says_what_is_wrong() -> None:
 
 
 # --- edges ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shape", ((0, 8), (3, 0), (2, 0, 8)), ids=label)
-def test_empty_inputs(shape: tuple[int, ...]) -> None:
-    x, residual, w = (randn(*s).requires_grad_() for s in (shape, shape, shape[-1:]))
-    with check.poisoned_empty():
-        y, total = kb.rms_norm(x, w, residual=residual)
-        dx, dw, dr = torch.autograd.grad((y, total), (x, w, residual), (torch.ones_like(y), torch.ones_like(y)))
-    assert y.shape == total.shape == dx.shape == dr.shape == shape
-    assert not dw.any() and dw.shape == w.shape
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {

@@ -8,19 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tensors import far_apart, guarded_memory, label, randn, refused
+from tensors import far_apart, guarded_memory, randn, refused
 
 import kernelbook as kb
 from kernelbook import arguments, check, operators, runtime
+from kernelbook.cases import floats
 from kernelbook.nn import SparseFFN
-from kernelbook.scatter_ffn import (
-    ACTIVATIONS,
-    activation_reference,
-    dense_ffn,
-    gather_matmul_reference,
-    kernels,
-    scatter_ffn_reference,
-)
+from kernelbook.scatter_ffn import ACTIVATIONS, activation_reference, dense_ffn, kernels, scatter_ffn_reference
+from kernelbook.scatter_ffn.cases import CASES
 from kernelbook.study import scatter_ffn_with_atomics
 
 Tensors = dict[str, torch.Tensor]
@@ -30,46 +25,13 @@ def _network(
     m: int, k: int, n: int, k_out: int, dtype: torch.dtype = torch.float32, *, gated: bool = False, bias: bool = False
 ) -> Tensors:
     """Random arguments of scatter_ffn, with weights of the size that keeps products near one."""
-    found = {
-        "x": randn(m, k, dtype=dtype),
-        "w_up": randn(n, k, dtype=dtype) / max(k, 1) ** 0.5,
-        "w_down": randn(n, k_out, dtype=dtype) / max(n, 1) ** 0.5,
-    }
-    if gated:
-        found["w_gate"] = randn(n, k, dtype=dtype) / max(k, 1) ** 0.5
-    if bias:
-        found |= {"b_up": randn(n, dtype=dtype), "b_down": randn(k_out, dtype=dtype)}
-        if gated:
-            found["b_gate"] = randn(n, dtype=dtype)
-    return found
+    given = CASES["scatter_ffn"].of(dtype, m=m, k=k, n=n, k_out=k_out, gated=gated, biases=bias)
+    return {name: given[name] for name in floats(given)}
 
 
 def _neurons(n: int, count: int) -> torch.Tensor:
     """``count`` different neurons, unsorted."""
     return torch.randperm(n, device=runtime.DEVICE)[:count]
-
-
-def _check_ffn(network: Tensors, neurons: torch.Tensor, activation: str = "relu", *, grads: bool = True) -> None:
-    how = {"neurons": neurons, "activation": activation}
-    check.check_op(
-        functools.partial(kb.scatter_ffn, **how),
-        functools.partial(scatter_ffn_reference, **how),
-        network,
-        grads=tuple(network) if grads else (),
-    )
-
-
-def _check_gather(network: Tensors, rows: torch.Tensor, activation: str | None = None, *, grads: bool = True) -> None:
-    inputs = {"x": network["x"], "weight": network["w_up"]}
-    if "b_up" in network:
-        inputs["bias"] = network["b_up"]
-    how = {"rows": rows, "activation": activation}
-    check.check_op(
-        functools.partial(kb.gather_matmul, **how),
-        functools.partial(gather_matmul_reference, **how),
-        inputs,
-        grads=tuple(inputs) if grads else (),
-    )
 
 
 # --- every way to compute it ----------------------------------------------------------------------------------------
@@ -126,33 +88,12 @@ def test_every_way_to_compute_it(name: str, gated: bool) -> None:
     for key in {"w_up", "w_gate", "w_down", "b_up", "b_gate"} & network.keys():
         network[key][unlisted] = torch.nan
     with _planned(PLANS[name]):
-        _check_ffn(network, neurons, "silu" if gated else "gelu")
-        _check_gather(network, neurons, "gelu_tanh", grads=False)
+        CASES["scatter_ffn"].check(network | {"neurons": neurons, "activation": "silu" if gated else "gelu"})
+        one = {"x": network["x"], "weight": network["w_up"], "bias": network["b_up"]}
+        CASES["gather_matmul"].check(one | {"rows": neurons, "activation": "gelu_tanh"}, grads=())
 
 
 # --- values and gradients -------------------------------------------------------------------------------------------
-
-
-# (M, K, N, K_out, L): one of everything, sizes that are no powers of two, more than one tile, all neurons.
-PROBLEMS = ((1, 40, 100, 33, 17), (2, 72, 130, 24, 70), (16, 64, 96, 40, 96), (37, 17, 50, 70, 9))
-
-
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=label)
-@pytest.mark.parametrize("gated", (False, True), ids=("plain", "gated"))
-@pytest.mark.parametrize("problem", PROBLEMS, ids=label)
-def test_outputs_and_gradients(problem: tuple[int, ...], gated: bool, dtype: torch.dtype) -> None:
-    m, k, n, k_out, count = problem
-    network = _network(m, k, n, k_out, dtype, gated=gated, bias=gated)
-    _check_ffn(network, _neurons(n, count), "silu" if gated else "relu")
-
-
-@pytest.mark.parametrize("gated", (False, True), ids=("plain", "gated"))
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_activations(activation: str, gated: bool) -> None:
-    network = _network(5, 24, 40, 16, torch.float16, gated=gated, bias=True)
-    _check_ffn(network, _neurons(40, 20), activation)
-    if not gated:
-        _check_gather(network, _neurons(40, 20), activation)
 
 
 def test_activations_are_those_of_pytorch_also_far_out() -> None:
@@ -169,7 +110,7 @@ def test_no_neuron_and_none_given(gated: bool) -> None:
     """No neuron: what is left is the bias. ``None``: a dense network."""
     network = _network(4, 24, 40, 16, gated=gated, bias=True)
     nothing = _neurons(40, 0)
-    _check_ffn(network, nothing)
+    CASES["scatter_ffn"].check(network | {"neurons": nothing, "activation": "relu"})
     y = kb.scatter_ffn(**network, neurons=nothing)
     assert torch.equal(y, network["b_down"].expand(4, 16))
     assert not kb.scatter_ffn(*(network[name] for name in ("x", "w_up", "w_down")), nothing).any()
@@ -181,13 +122,6 @@ def test_no_neuron_and_none_given(gated: bool) -> None:
         assert torch.equal(ours, theirs)
         by_list = kb.scatter_ffn(**leaves, neurons=_neurons(40, 40), activation=activation)
         torch.testing.assert_close(by_list, theirs, rtol=1e-4, atol=1e-5)
-
-
-def test_zero_sizes() -> None:
-    for m, k, n, k_out in ((0, 8, 40, 6), (4, 0, 40, 6), (4, 8, 40, 0), (4, 8, 0, 6)):
-        network = _network(m, k, n, k_out, bias=True)
-        _check_ffn(network, _neurons(n, min(n, 3)))
-        _check_gather(network, _neurons(n, min(n, 3)))
 
 
 # --- what is not listed ---------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """The room sparse_linear: every output and gradient by the rule of check.py, and everything around it."""
 
-import functools
 import subprocess
 import sys
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tensors import guarded_memory, label, randn, refused, with_tensor_cores
+from tensors import guarded_memory, randn, refused, with_tensor_cores
 
 import kernelbook as kb
 from kernelbook import arguments, check, operators, runtime
@@ -20,11 +19,8 @@ from kernelbook.sparse_linear import (
     python_loop_backward,
     sparse_dw_reference,
     sparse_dx_reference,
-    sparse_forward_reference,
-    sparse_linear_reference,
 )
-
-MODES = ("sparse_dw", "sparse_dw_dx")
+from kernelbook.sparse_linear.cases import CASES
 
 
 def _chunks(d_out: int, chunk: int, count: int) -> torch.Tensor:
@@ -32,67 +28,10 @@ def _chunks(d_out: int, chunk: int, count: int) -> torch.Tensor:
     return torch.randperm(-(-d_out // chunk), device=runtime.DEVICE)[:count]
 
 
-def _check_all(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, dy: torch.Tensor, ids: torch.Tensor, chunk: int
-) -> None:
+def _check_all(**sizes: int) -> None:
     """Every public function with every gradient."""
-    given = {"active_chunks": ids, "chunk_size": chunk}
-    for compact in (False, True):
-        check.check_op(
-            functools.partial(kb.sparse_dw, compact=compact, **given),
-            functools.partial(sparse_dw_reference, compact=compact, **given),
-            {"x": x, "dy": dy},
-            grads=("x", "dy"),
-        )
-        check.check_op(
-            functools.partial(kb.sparse_forward, compact=compact, **given),
-            functools.partial(sparse_forward_reference, compact=compact, **given),
-            {"x": x, "weight": weight, "bias": bias},
-            grads=("x", "weight", "bias"),
-        )
-        check.check_op(
-            functools.partial(kb.sparse_backward, compact=compact, **given),
-            lambda x, weight, dy, compact=compact: (
-                *sparse_dw_reference(x, dy, compact=compact, **given),
-                sparse_dx_reference(dy, weight, **given),
-            ),
-            {"x": x, "weight": weight, "dy": dy},
-            forward_factor=check.GRADIENT_FACTOR,
-        )
-    check.check_op(
-        functools.partial(kb.sparse_dx, **given),
-        functools.partial(sparse_dx_reference, **given),
-        {"dy": dy, "weight": weight},
-        grads=("dy", "weight"),
-    )
-    for mode in MODES:
-        check.check_op(
-            functools.partial(kb.sparse_linear, mode=mode, **given),
-            functools.partial(sparse_linear_reference, mode=mode, **given),
-            {"x": x, "weight": weight, "bias": bias},
-            grads=("x", "weight", "bias"),
-        )
-
-
-# (M, d_in, d_out, chunk, active): chunks read in boxes and by pointers, a shorter last chunk, sizes that are no powers of
-# two, one active chunk, all of them.
-PROBLEMS = (
-    (70, 48, 256, 64, 2),
-    (33, 20, 100, 24, 3),
-    (130, 72, 96, 16, 1),
-    (40, 136, 300, 128, 2),
-    (1, 1, 17, 16, 1),
-)
-
-
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=label)
-@pytest.mark.parametrize("problem", PROBLEMS, ids=label)
-def test_outputs_and_gradients(problem: tuple[int, ...], dtype: torch.dtype) -> None:
-    m, d_in, d_out, chunk, count = problem
-    _check_all(
-        randn(m, d_in, dtype=dtype), randn(d_out, d_in, dtype=dtype), randn(d_out, dtype=dtype),
-        randn(m, d_out, dtype=dtype), _chunks(d_out, chunk, count), chunk,
-    )  # fmt: skip
+    for case in CASES.values():
+        case.check(case.of(torch.float16, **sizes))
 
 
 def _plan(r: int, d: int, k: int, split: int, boxes: bool) -> kernels.Plan:
@@ -128,15 +67,6 @@ def test_every_way_to_cut_the_work(plan: kernels.Plan, wanted: str, monkeypatch:
     check.check_op(ours, reference, inputs, forward_factor=check.GRADIENT_FACTOR)
 
 
-def test_no_active_chunk_and_all_of_them() -> None:
-    x, weight, bias, dy = (randn(*shape, dtype=torch.float16) for shape in ((9, 24), (70, 24), (70,), (9, 70)))
-    none, every = _chunks(70, 16, 0), _chunks(70, 16, 5)
-    _check_all(x, weight, bias, dy, none, 16)
-    _check_all(x, weight, bias, dy, every, 16)
-    assert not kb.sparse_dw(x, dy, none)[0].any() and not kb.sparse_dx(dy, weight, none).any()
-    assert kb.sparse_dw(x, dy, none, compact=True)[0].shape == (0, 24)
-
-
 def test_without_ids_and_in_mode_dense_it_is_linear() -> None:
     x, weight, bias = (t.requires_grad_() for t in (randn(3, 5, 8), randn(40, 8), randn(40)))
     plain = torch.autograd.grad(F.linear(x, weight, bias).square().sum(), (x, weight, bias))
@@ -146,13 +76,6 @@ def test_without_ids_and_in_mode_dense_it_is_linear() -> None:
     ):
         for a, b in zip(torch.autograd.grad(ours.square().sum(), (x, weight, bias)), plain, strict=True):
             assert torch.equal(a, b)
-
-
-def test_zero_sizes() -> None:
-    dtype = torch.float16
-    for m, d_in, d_out in ((0, 8, 40), (4, 0, 40), (4, 8, 0)):
-        x, weight, dy = randn(m, d_in, dtype=dtype), randn(d_out, d_in, dtype=dtype), randn(m, d_out, dtype=dtype)
-        _check_all(x, weight, randn(d_out, dtype=dtype), dy, _chunks(d_out, 16, 2), 16)
 
 
 # --- what an inactive chunk holds -----------------------------------------------------------------------------------
@@ -314,8 +237,7 @@ def test_large_and_not_aligned_is_packed(m: int, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(op, "run_packed", lambda *args: (packed.append(args), run(*args)))
     for d_in, d_out in ((21, 70), (24, 72)):
         packed.clear()
-        x, weight, bias, dy = (randn(*s).half() for s in ((m, d_in), (d_out, d_in), (d_out,), (m, d_out)))
-        _check_all(x, weight, bias, dy, _chunks(d_out, 16, 3), 16)
+        _check_all(m=m, d_in=d_in, d_out=d_out, chunk=16, count=3)
         assert bool(packed) == (d_in == 21)
 
 
@@ -334,7 +256,7 @@ def test_large_with_chunks_that_no_box_fits_is_packed(limit: str, chunk: int, mo
     kb.sparse_backward(x, weight, dy, _chunks(136, 64, 2), chunk_size=64)
     kb.sparse_forward(x, weight, None, ids, chunk_size=chunk)
     assert not packed
-    _check_all(x, weight, randn(136, dtype=torch.float16), dy, ids, chunk)
+    _check_all(m=9, d_in=24, d_out=136, chunk=chunk, count=3)
     assert packed
 
 

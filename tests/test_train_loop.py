@@ -272,7 +272,7 @@ def test_a_checkpoint_belongs_to_its_run(tmp_path: Path) -> None:
         _trainer(out, resume=True, steps=1, seed=1)
     other = make_data(dataclasses.replace(SMALL, steps=1))
     other.digest = "another"
-    with pytest.raises(ValueError, match=r"corpus must be that of the run in .* \(\w+\), got another"):
+    with pytest.raises(ValueError, match=r"corpus must be that of the run in .* \('\w+'\), got 'another'"):
         Trainer(dataclasses.replace(SMALL, steps=1), other, out=out, resume=True, progress=False)
     for half in (b"", (out / "checkpoint.pt").read_bytes()[:-999]):
         (out / "checkpoint.pt").write_bytes(half)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from bench import sparse_training as study
+from kernelbook import runtime
 from kernelbook.nn import GPT
 from kernelbook.train import TrainConfig
 from kernelbook.train.chunks import Layout
@@ -35,8 +36,8 @@ def test_operations_are_counted_from_the_model() -> None:
 
 
 def test_shuffled_features_are_those_of_other_chunks() -> None:
-    weight = torch.arange(20.0 * 4 * 3).view(80, 3)
-    plain, shuffled = (kind(Layout((20,), (3,), torch.device("cpu"))) for kind in (KnnScheduler, study._ShuffledKnn))
+    weight = torch.arange(20.0 * 4 * 3, device=runtime.DEVICE).view(80, 3)
+    plain, shuffled = (kind(Layout((20,), (3,))) for kind in (KnnScheduler, study._ShuffledKnn))
     for scheduler in (plain, shuffled):
         scheduler.refresh([weight], 4)
     first, again = plain._features, shuffled._features.clone()

@@ -32,7 +32,7 @@ from bench.moe_block import MODELS
 from kernelbook import runtime, train
 from kernelbook.lab import compiled, record
 from kernelbook.launch import Launch
-from kernelbook.tiles import is_last_share, sum_of_shares
+from kernelbook.tiles import merge_shares
 
 # isort: split
 import triton
@@ -706,10 +706,10 @@ def _tickets_kernel(
 ):  # fmt: skip
     share = tl.program_id(0)
     offs = tl.arange(0, BLOCK)
-    sums = tl.load(x_ptr + share * BLOCK + offs)
-    tl.store(partial_ptr + share * BLOCK + offs, sums)
-    if is_last_share(tickets_ptr, SPLIT):
-        tl.store(y_ptr + offs, sum_of_shares(partial_ptr + offs, BLOCK, SPLIT, offs < BLOCK))
+    sums = (tl.load(x_ptr + share * BLOCK + offs),)
+    is_last, sums = merge_shares(sums, (partial_ptr,), offs, BLOCK, share, SPLIT, tickets_ptr, offs < BLOCK)
+    if is_last:
+        tl.store(y_ptr + offs, sums[0])
 
 
 def scatter_ffn() -> Recording:
@@ -950,7 +950,7 @@ def together() -> Recording:
     elements = layers * experts * 3 * hidden * inner
 
     def four_bits(double: bool) -> float:  # without the bfloat16 that dequantizing writes
-        return nf4_bench.dequantize_gbytes(elements, 64, double) * 1e9 - 2 * elements
+        return nf4_bench.dequantize_gbytes(elements, double) * 1e9 - 2 * elements
 
     parts = {
         "bfloat16, frozen": {"weights": 2.0 * elements},

@@ -51,6 +51,7 @@ class Case:
         op: what messages call it; by default the first word of the case's name.
         grads: the arguments that have gradients; by default all that are floating point.
         float32: the arguments that stay in float32 whatever the dtype of others.
+        lowered: the arguments that autocast lowers; by default all that are floating point, but those in ``float32``.
         writes: the arguments that it changes in place of a result.
         factor: of the error rule.
         what, part: the function in a few words, and whether layers are made of it, for the table of the package.
@@ -71,6 +72,7 @@ class Case:
     op: str = ""
     grads: tuple[str, ...] | None = None
     float32: tuple[str, ...] = ()
+    lowered: tuple[str, ...] | None = None
     writes: tuple[str, ...] = ()
     factor: float = check.FORWARD_FACTOR
     what: str = ""

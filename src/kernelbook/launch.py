@@ -226,9 +226,7 @@ class Launch:
                 key.append(kind)
                 values.append(arg)
             else:
-                raise TypeError(
-                    f"Launch: arguments must be tensors, with strides or without, numbers, None or descriptors, got {kind.__name__}"
-                )
+                raise TypeError(f"Launch: no argument can be a {kind.__name__}, only tensors, tuples and numbers")
         return tuple(key), values, tensor
 
     def _by_triton(self, grid: tuple[int, ...], args: tuple[Any, ...]) -> Any:

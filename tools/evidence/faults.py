@@ -4,8 +4,8 @@
     python tools/evidence/faults.py --rooms layer_norm --faults 40 --processes 2
 
 First the room's tests run without a fault, to see which kernels each launches and how long it takes. Then each fault is planted
-in a copy of the sources and shown to the tests that reach its function, the fast ones first, until one fails. Verdicts go to
-``book/evidence/mutants.csv``, where they replace those of the same rooms:
+in a copy of the sources and shown to the tests that reach its function, the fast ones first, until one fails. How many there are
+of each verdict goes to ``book/evidence/faults.csv``, each fault to ``_build/faults/<room>.csv``:
 
     killed      a test failed
     timed out   the tests did not end in four times the time that they take without a fault. Counted apart
@@ -18,7 +18,7 @@ import argparse
 import ast
 import copy
 import dataclasses
-import hashlib
+import datetime
 import json
 import os
 import re
@@ -34,6 +34,8 @@ from typing import Any
 
 import pandas as pd
 
+from kernelbook.lab.stale import commit
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE, EVIDENCE = ROOT / "src" / "kernelbook", ROOT / "book" / "evidence"
 # Beside the folders with kernels: whose tests have to notice, where that is not test_<folder>*.py, the contract, fuzz and test_evidence_*.py.
@@ -43,8 +45,8 @@ HINTS = ("_prefetch", "_prefetch_tiles")  # they only ask a cache for what will 
 OTHERS = ("static_assert", "assume", "inline_asm_elementwise")
 # Calls that keep threads, warps or kernels in order.
 ORDER = ("debug_barrier", "gdc_wait", "fence_async_shared", "wait", "arrive", "store_wait", "barrier", "thread_barrier")
-WHERE = "gpu" if os.environ.get("TRITON_INTERPRET") == "0" else "interpreter"
 PATIENCE, BUDGET = 30.0, 60.0  # seconds: added to what tests may take, and of tests that a fault is shown to
+VERDICTS = ("killed", "stillborn", "timed out", "equivalent", "survived", "untested")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,16 +58,10 @@ class Fault:
     function: str
     kind: str
     statement: str
-    number: int
     line: int
     start: int
     end: int
     text: str
-
-    @property
-    def name(self) -> str:
-        what = "\n".join((self.file, self.function, self.kind, self.statement, self.text, str(self.number)))
-        return f"{self.function}:{self.kind.replace(' ', '_')}:{hashlib.sha256(what.encode()).hexdigest()[:10]}"
 
     def planted(self, source: bytes) -> bytes:
         return source[: self.start] + self.text.encode() + source[self.end :]
@@ -79,13 +75,6 @@ def _called(node: ast.AST) -> str:
     if not isinstance(node, ast.Call):
         return ""
     return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-
-
-def _last_value(statement: ast.stmt) -> ast.AST:
-    """The expression with which a block ends."""
-    while isinstance(statement, ast.If):
-        statement = statement.body[-1]
-    return getattr(statement, "value", None) or statement
 
 
 def _changed(node: Any, **fields: Any) -> Any:
@@ -120,7 +109,6 @@ def _expr(text: str) -> ast.expr:
 
 
 _LOOSER = {ast.Lt: ast.LtE, ast.Gt: ast.GtE, ast.LtE: ast.Lt, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
-_OPPOSITE = {ast.Lt: ast.GtE, ast.Gt: ast.LtE, ast.LtE: ast.Gt, ast.GtE: ast.Lt}
 
 
 def _of_call(node: ast.Call, stored: bool) -> Iterator[tuple[str, ast.AST]]:
@@ -130,10 +118,6 @@ def _of_call(node: ast.Call, stored: bool) -> Iterator[tuple[str, ast.AST]]:
             yield "mask dropped", _without(node, "mask", "other")
         if "other" in keywords:
             yield "other dropped", _without(node, "other")
-        modifier = keywords.get("cache_modifier")
-        # ".ca" and ".cs" say which lines of a cache will be needed again. ".cg" says which cache, and so what is seen of others.
-        if isinstance(modifier, ast.Constant) and modifier.value not in (".ca", ".cs"):
-            yield "cache modifier dropped", _without(node, "cache_modifier")
     if name.startswith("atomic_"):
         relaxed = ast.keyword("sem", ast.Constant("relaxed"))
         yield "order relaxed", _changed(node, keywords=[*_without(node, "sem").keywords, relaxed])
@@ -151,16 +135,7 @@ def _of_call(node: ast.Call, stored: bool) -> Iterator[tuple[str, ast.AST]]:
     if name == "dot" and len(node.args) > 2:
         yield "accumulator lost", _changed(node, args=[*node.args[:2], *node.args[3:]])
     if name == "where":
-        test, *choices = node.args
-        yield from (("choice dropped", choice) for choice in choices if not isinstance(choice, ast.Constant))
-        if (
-            isinstance(test, ast.Compare)
-            and type(test.ops[0]) in _OPPOSITE
-            and "tl.int32" not in ast.unparse(test)  # no NaN there
-            and isinstance(test.comparators[0], ast.Constant)
-        ):
-            turned = _changed(test, ops=[_OPPOSITE[type(test.ops[0])]()])
-            yield "NaN takes the other side", _changed(node, args=[turned, *reversed(choices)])
+        yield from (("choice dropped", choice) for choice in node.args[1:] if not isinstance(choice, ast.Constant))
     if name in ("minimum", "maximum"):
         yield from (("bound dropped", arg) for arg in node.args)
     if name == "to" and isinstance(node.func, ast.Attribute) and node.args and not stored:
@@ -234,7 +209,7 @@ def _of_function(function: ast.FunctionDef) -> Iterator[tuple[str, ast.stmt, ast
         for statement in statements:
             if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
                 continue  # a docstring
-            if isinstance(statement, ast.If) and _called(_last_value(statement)) in HINTS:
+            if isinstance(statement, ast.If) and {*map(_called, ast.walk(statement.body[-1]))} & {*HINTS}:
                 continue  # it prepares a hint, and nothing else
             if (
                 isinstance(statement, ast.AnnAssign)
@@ -278,14 +253,13 @@ def is_kernel(node: ast.AST) -> bool:
     )
 
 
-def faults_of(room: str, file: str, source: bytes | None = None) -> list[Fault]:
+def faults_of(room: str, file: str) -> list[Fault]:
     """All faults that can be planted in the kernels of a file, in the order of the source."""
-    source = (PACKAGE / file).read_bytes() if source is None else source
+    source = (PACKAGE / file).read_bytes()
     starts = [0]
     for line in source.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
     found: list[Fault] = []
-    seen: dict[tuple[str, ...], int] = {}
     for function in ast.parse(source).body:
         if not (isinstance(function, ast.FunctionDef) and is_kernel(function)) or function.name in HINTS:
             continue
@@ -297,10 +271,8 @@ def faults_of(room: str, file: str, source: bytes | None = None) -> list[Fault]:
                 text = f"({text})"
             if text != source[start:end].decode():
                 head = ast.unparse(statement).splitlines()[0]
-                key = (function.name, kind, head, text)
-                seen[key] = seen.get(key, -1) + 1
                 line = old.lineno  # type: ignore[attr-defined]
-                found.append(Fault(room, file, function.name, kind, head, seen[key], line, start, end, text))
+                found.append(Fault(room, file, function.name, kind, head, line, start, end, text))
     return found
 
 
@@ -351,20 +323,16 @@ class Watcher:
 
         from kernelbook.launch import Launch
 
-        getitem, call = KernelInterface.__getitem__, Launch.__call__
+        def noting(call: Any) -> Any:
+            def noted(of: Any, *args: Any) -> Any:
+                kernel = getattr(of, "kernel", of)
+                self.launched.add(getattr(kernel, "__name__", None) or kernel.fn.__name__)
+                return call(of, *args)
 
-        def named(kernel: Any) -> str:
-            return str(getattr(kernel, "__name__", None) or kernel.fn.__name__)
+            return noted
 
-        def watched_getitem(kernel: Any, grid: Any) -> Any:
-            self.launched.add(named(kernel))
-            return getitem(kernel, grid)
-
-        def watched_call(launch: Any, grid: Any, *args: Any) -> None:
-            self.launched.add(named(launch.kernel))
-            call(launch, grid, *args)
-
-        KernelInterface.__getitem__, Launch.__call__ = watched_getitem, watched_call  # type: ignore[method-assign]
+        KernelInterface.__getitem__ = noting(KernelInterface.__getitem__)  # type: ignore[method-assign]
+        Launch.__call__ = noting(Launch.__call__)  # type: ignore[method-assign]
 
     def pytest_runtest_makereport(self, item: Any, call: Any) -> None:
         if call.when == "call":
@@ -383,14 +351,6 @@ def files_of(room: str) -> list[str]:
 def environment(src: Path) -> dict[str, str]:
     path = [str(src), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-
-
-def baseline(room: str, out: Path) -> dict[str, Any]:
-    """By test what it launches and how long it takes, of those that pass."""
-    command = [sys.executable, __file__, "--baseline", str(out), *files_of(room)]
-    subprocess.run(command, cwd=ROOT, env=environment(ROOT / "src"), stdout=subprocess.DEVNULL, check=False)
-    told: dict[str, Any] = json.loads(out.read_text())
-    return told
 
 
 def chosen(told: dict[str, Any], kernels: set[str]) -> list[str]:
@@ -424,7 +384,9 @@ def campaign(room: str, count: int, processes: int, until: float) -> Iterator[di
     """A row for each fault of a room's sample that is tried before the time is up."""
     kernels = reaching()
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        told = baseline(room, Path(file.name))
+        command = [sys.executable, __file__, "--baseline", file.name, *files_of(room)]
+        subprocess.run(command, cwd=ROOT, env=environment(ROOT / "src"), stdout=subprocess.DEVNULL, check=False)
+        told = json.loads(Path(file.name).read_text())
 
     def tried(fault: Fault) -> tuple[Fault, str, str]:
         tests = chosen(told, kernels[fault.function])
@@ -436,9 +398,7 @@ def campaign(room: str, count: int, processes: int, until: float) -> Iterator[di
         for fault, verdict, by in pool.map(tried, sample(room, count)):
             if verdict:
                 print(f"{verdict:9} {fault.file}:{fault.line} {fault.kind}: {fault.statement[:80]}", flush=True)
-                names = ("room", "name", "file", "line", "kind", "statement", "text")
-                about = {name: getattr(fault, name) for name in names}
-                yield about | {"where": WHERE, "verdict": verdict, "by": by} | explained(fault, verdict)
+                yield dataclasses.asdict(fault) | {"verdict": verdict, "by": by} | explained(fault, verdict)
 
 
 def explained(fault: Fault, verdict: str) -> dict[str, str]:
@@ -458,7 +418,6 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=400, help="of each room (default: 400)")
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 1) // 2))
     parser.add_argument("--seconds", type=float, default=float("inf"), help="when to stop")
-    parser.add_argument("--out", type=Path, default=EVIDENCE / "mutants.csv")
     parser.add_argument("--baseline", nargs="+", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.baseline:
@@ -469,21 +428,20 @@ def main() -> int:
         Path(given.baseline[0]).write_text(json.dumps(watcher.told))
         return 0
     until = time.monotonic() + given.seconds
+    (ROOT / "_build" / "faults").mkdir(parents=True, exist_ok=True)
     for room in given.rooms:
-        rows = pd.DataFrame(campaign(room, given.faults, given.processes, until))
-        if rows.empty:
+        found = pd.DataFrame(campaign(room, given.faults, given.processes, until))
+        if found.empty:
             continue
-        old = (
-            pd.read_csv(given.out, dtype=str, keep_default_na=False)
-            if given.out.exists()
-            else pd.DataFrame({"room": []})
-        )
-        pd.concat([old.loc[old["room"] != room], rows]).to_csv(given.out, index=False, lineterminator="\n")
-        counts = rows["counts_as"].value_counts()
-        noticed = counts.reindex(["killed", "timed out"]).sum()
-        print(f"{room}: {noticed:.0f} of {noticed + counts.get('survived', 0):.0f} noticed; {dict(counts)}", flush=True)
-    totals = [(room, file, len(faults_of(room, file))) for room, files in rooms().items() for file in files]
-    pd.DataFrame(totals, columns=["room", "file", "faults"]).to_csv(given.out.with_name("faults.csv"), index=False)
+        found.to_csv(ROOT / "_build" / "faults" / f"{room}.csv", index=False)
+        counts = found["counts_as"].value_counts().reindex(VERDICTS, fill_value=0)
+        line = {"room": room, "faults": sum(len(faults_of(room, file)) for file in rooms()[room]), **counts}
+        line["unexplained"] = sum(found["counts_as"].isin(("survived", "untested")) & (found["reason"] == ""))
+        line |= {"commit": commit(), "date": datetime.date.today().isoformat()}
+        known = pd.read_csv(EVIDENCE / "faults.csv").set_index("room")
+        known.loc[room] = line
+        known.to_csv(EVIDENCE / "faults.csv", lineterminator="\n")
+        print(", ".join(f"{name}: {value}" for name, value in line.items()), flush=True)
     return 0
 
 

@@ -81,7 +81,8 @@ def _attention(**more: Any) -> Any:
         "baseline": _fused,
         "op": "flash_attention",
     }
-    return shared | {"rows": ("q", "k", "v"), "but": ("in place",), "largest": 1.0} | more
+    rows = {"rows": ("q", "k", "v"), "lowered": ("q", "k", "v")}
+    return shared | rows | {"but": ("in place",), "largest": 1.0} | more
 
 
 FLAG = (False, True)

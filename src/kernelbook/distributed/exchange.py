@@ -33,7 +33,8 @@ __all__ = ["all_gather", "exchange", "exchange_all", "reduce_scatter", "wait_for
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-ALIGNED = 128  # bytes, for each part of a message: its strides are multiples of 16 elements of whatever dtype
+# Bytes, for each part of a message or a window: its strides are multiples of 16 elements of whatever dtype.
+ALIGNED = 128
 
 
 class _Message(NamedTuple):
@@ -67,13 +68,14 @@ class _Message(NamedTuple):
 @functools.cache
 def _offsets(hidden: int, top_k: int, dtype: torch.dtype, gates: torch.dtype) -> tuple[int, int, int]:
     """Return where weights and ids begin in a message, and where it ends, in bytes."""
+    at_weights = aligned(hidden * dtype.itemsize)
+    at_ids = at_weights + aligned(top_k * gates.itemsize)
+    return at_weights, at_ids, at_ids + aligned((top_k + 1) * 4)
 
-    def up(size: int) -> int:
-        return -(-size // ALIGNED) * ALIGNED
 
-    at_weights = up(hidden * dtype.itemsize)
-    at_ids = at_weights + up(top_k * gates.itemsize)
-    return at_weights, at_ids, at_ids + up((top_k + 1) * 4)
+def aligned(size: int) -> int:
+    """Return the bytes that a part of this size takes in a message or a window."""
+    return -(-size // ALIGNED) * ALIGNED
 
 
 # --- launches -------------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ class _Part(NamedTuple):
     """The part of a gradient that is to be reduced, and how it gets back."""
 
     values: torch.Tensor
-    finish: Callable[[], object]
+    finish: Callable[[], object] | None = None
 
 
 Select = Callable[[torch.Tensor], _Part]
@@ -98,15 +98,12 @@ class Reduction:
             pieces = together.div_(ranks).split([part.values.numel() for part in parts])
             for part, piece in zip(parts, pieces, strict=True):
                 part.values.copy_(piece.view_as(part.values))
-                part.finish()
         for work, part in started:
             work.wait()
             part.values.div_(ranks)
-            part.finish()
-
-
-def _no_op() -> None:
-    pass
+        for part in (*small, *(part for _, part in started)):
+            if part.finish is not None:
+                part.finish()
 
 
 def _dense(grad: torch.Tensor) -> _Part:
@@ -123,9 +120,9 @@ def _all_of(grad: torch.Tensor) -> _Part:
     if isinstance(grad, DTensor):
         grad = grad.to_local()
     if grad.is_sparse:  # of the same rows on every rank
-        return _Part(grad._values(), _no_op)
+        return _Part(grad._values())
     if grad.is_contiguous():
-        return _Part(grad, _no_op)
+        return _Part(grad)
     values = grad.contiguous()
     return _Part(values, lambda: grad.copy_(values))
 

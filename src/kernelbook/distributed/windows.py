@@ -30,17 +30,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from kernelbook.distributed.exchange import _bits, _combine, _launch, _place, _sizes, through
+from kernelbook.distributed.exchange import _bits, _combine, _launch, _place, _sizes, aligned, through
 from kernelbook.tensors import check_versions, with_versions
 
 __all__ = ["Windows", "exchange_shared", "windows_of"]
 
-ALIGNED = 256  # bytes
 TIMEOUT_S = 600.0  # for a host that does not call the layer, as PyTorch's groups have it
-
-
-def _up(size: int) -> int:
-    return -(-size // ALIGNED) * ALIGNED
 
 
 class _Layout(NamedTuple):
@@ -56,10 +51,10 @@ class _Layout(NamedTuple):
 @functools.cache
 def _layout(ranks: int, capacity: int, row: int, weights: int, ids: int) -> _Layout:
     """For rows, weights and ids of so many bytes each."""
-    at_rows = _up(4 * ranks)
-    at_weights = at_rows + _up(ranks * capacity * row)
-    at_ids = at_weights + _up(ranks * capacity * weights)
-    return _Layout(capacity, at_rows, at_weights, at_ids, at_ids + _up(ranks * capacity * ids))
+    at_rows = aligned(4 * ranks)
+    at_weights = at_rows + aligned(ranks * capacity * row)
+    at_ids = at_weights + aligned(ranks * capacity * weights)
+    return _Layout(capacity, at_rows, at_weights, at_ids, at_ids + aligned(ranks * capacity * ids))
 
 
 class Windows:

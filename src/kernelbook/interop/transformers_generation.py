@@ -7,7 +7,7 @@ cache through ``get_compiled_call``, which otherwise compiles it; here it is cap
 import copy
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
 from kernelbook import arguments
 from kernelbook.interop import base_model
-from kernelbook.train.capture import CapturedCalls, FixedInputs
+from kernelbook.train.capture import CapturedCalls, FixedInputs, state_of
 
 __all__ = ["fast_generate"]
 
@@ -98,7 +98,7 @@ class _DecodingGraphs:
     def __call__(self, compile_config: Any = None) -> Callable[..., Any]:
         """What ``generate`` calls once: the function for its new tokens."""
         model = self._owner()
-        state = tuple(_state_of(model))
+        state = torch.is_inference_mode_enabled(), *state_of(model)  # its tensors nobody may write to outside of it
         if state != self._state:  # other weights, adapters or implementations
             self._state = state
             self._calls.forget()
@@ -203,14 +203,3 @@ def _own(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.clone()
     return type(value)(_own(v) for v in value) if isinstance(value, tuple | list) else value
-
-
-def _state_of(model: Any) -> Iterator[Hashable]:
-    """What a graph takes for granted of a model: where its tensors are, what computes, and which adapters are on."""
-    yield torch.is_inference_mode_enabled()  # whose tensors nobody may write to outside of it
-    yield model.training, model.config._attn_implementation, str(getattr(model.config, "_experts_implementation", None))
-    for module in model.modules():
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            yield None if tensor is None else tensor.data_ptr()
-        if isinstance(getattr(module, "disable_adapters", None), bool):  # a layer of PEFT's
-            yield module.disable_adapters, tuple(module.active_adapters), bool(module.merged)

@@ -33,20 +33,21 @@ def _layer_norm(
     return functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
-SIZES = {"m": (0, 257), "n": (1, 4096), "weight": (False, True)}
+SIZES = {"m": (0, 257), "n": (0, 4096), "weight": (False, True)}
 SIZES_OF_LAYER_NORM = SIZES | {"bias": (False, True), "mean": (0.0, 100.0), "eps": (1e-5, 1e-3)}
 
 CASES = {
     "layer_norm": Case(
-        function=layer_norm, given=given_layer_norm, reference=layer_norm_reference, baseline=_layer_norm,
+        function=layer_norm, given=given_layer_norm, reference=layer_norm_reference, baseline=_layer_norm, lowered=(),
         what="normalize rows, with their mean", sizes=SIZES_OF_LAYER_NORM, real=REAL, large={"m": 2**19 + 5, "n": 4096},
     ),
     "rms_norm": Case(
         function=rms_norm, given=given_rms_norm, reference=rms_norm_reference, what="normalize rows; add a residual first",
-        plain={"residual": True}, real=REAL, large={"m": 2**19 + 5, "n": 4096},
+        plain={"residual": True}, lowered=(), real=REAL, large={"m": 2**19 + 5, "n": 4096},
     ),
     "rms_norm of a sum": Case(
-        function=rms_norm, given=given_rms_norm, options={"residual": True}, reference=rms_norm_reference, rows=("x", "residual"), sizes=SIZES | {"residual": (False, True)}, real=REAL,
+        function=rms_norm, given=given_rms_norm, options={"residual": True}, reference=rms_norm_reference, rows=("x", "residual"),
+        lowered=(), sizes=SIZES | {"residual": (False, True)}, real=REAL,
     ),
 }  # fmt: skip
 

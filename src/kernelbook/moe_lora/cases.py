@@ -30,7 +30,7 @@ def _given_base(
     """With weights in 4 bits of a ``kind``."""
     routed = routing(tokens=tokens, experts=experts, slots=slots, skipped=skipped)
     x = draw(routed.rows if options.get("grouped_in") else tokens, k)
-    w = weights(experts, n, k, kind=kind) if kind else draw(experts, k, n, scale=k**-0.5)
+    w = weights(experts, n, k, kind=kind) if kind else draw(experts, k, n, scale=max(k, 1) ** -0.5)
     return {"x": x, "w": w, "routing": routed, **options}
 
 
@@ -40,7 +40,7 @@ def given_lora(
 ) -> Given:  # fmt: skip
     """No LoRA where ``rank`` is zero."""
     given = _given_base(experts=experts, k=k, n=n, **sizes | ({"grouped_out": False} if gates else {}))
-    a, b = (draw(experts, rank, k, scale=k**-0.5), draw(experts, n, rank)) if rank else (None, None)
+    a, b = (draw(experts, rank, k, scale=max(k, 1) ** -0.5), draw(experts, n, rank)) if rank else (None, None)
     given |= {"lora_a": a, "lora_b": b, "scaling": scaling}
     given |= {"bias": draw(experts, n)} if bias else {}
     return given | ({"gates": draw_shares(*given["routing"].expert_ids.shape)} if gates else {})
@@ -51,19 +51,22 @@ def _lists(expert_ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, ..
     return found.order, found.inverse, found.offsets
 
 
+def _dense(w: Any, x: torch.Tensor) -> torch.Tensor:
+    return w if isinstance(w, torch.Tensor) else w.as_float64().to(x.dtype).mT
+
+
 def _base(x: torch.Tensor, w: torch.Tensor, routing: Routing, **options: Any) -> torch.Tensor:
-    return scatter2scatter_reference(x, w, routing.expert_ids, **options)
+    return scatter2scatter_reference(x, _dense(w, x), routing.expert_ids, **options)
 
 
 def _lora(x: torch.Tensor, w: Any, routing: Routing, strategy: str = "auto", **given: Any) -> torch.Tensor:
-    dense = w if isinstance(w, torch.Tensor) else w.as_float64().to(x.dtype).mT
-    return moe_lora_reference(x, dense, expert_ids=routing.expert_ids, **given)
+    return moe_lora_reference(x, _dense(w, x), expert_ids=routing.expert_ids, **given)
 
 
 FLAG = (False, True)
-SIZES = {"tokens": (0, 257), "experts": [1, 4, 7], "slots": (1, 3), "n": (1, 257), "skipped": [0.0, 0.3]}
+SIZES = {"tokens": (0, 257), "experts": [1, 4, 7], "slots": (1, 3), "n": (0, 257), "skipped": [0.0, 0.3]}
 OPTIONS = {"bias": FLAG, "gates": FLAG, "strategy": ["auto", "fused", "split"]}
-GROUPED = {"k": (1, 128), "grouped_in": FLAG, "grouped_out": FLAG}
+GROUPED = {"k": (0, 128), "grouped_in": FLAG, "grouped_out": FLAG}
 REAL = tuple(
     dict(zip(("tokens", "experts", "slots", "k", "n", "rank"), problem, strict=True)) | {"strategy": strategy, "skipped": 0.05} | more
     for problem in ((500, 16, 4, 512, 768, 16), (333, 7, 2, 1000, 520, 64), (2048, 64, 8, 256, 384, 32), (64, 5, 2, 257, 130, 3))
@@ -74,12 +77,16 @@ REAL = tuple(
 CASES = {
     "route": Case(
         function=_lists, given=lambda experts=3, **sizes: {"expert_ids": choose(experts=experts, **sizes), "num_experts": experts},
-        reference=route_reference, rows=("expert_ids",), grads=(), but=("forward mode",), what="sort tokens by expert",
+        reference=route_reference, rows=("expert_ids",), grads=(), but=("forward mode", "rows alone"), what="sort tokens by expert",
         sizes={name: SIZES[name] for name in ("tokens", "experts", "slots", "skipped")},
     ),
     "scatter2scatter": Case(
         function=scatter2scatter, given=_given_base, reference=_base, rows=("x", "routing"),
         what="each token times its experts' matrices", sizes=SIZES | GROUPED,
+        real=tuple(
+            {"tokens": tokens, "experts": 5, "k": 320, "n": 208, "kind": "64", "grouped_in": order, "grouped_out": not order}
+            for tokens in (9, 40, 300) for order in FLAG
+        ),
     ),
     "moe_lora": Case(
         function=moe_lora, given=given_lora, options={"bias": True, "gates": True}, reference=_lora,
@@ -96,8 +103,9 @@ CASES = {
         rows=("x", "routing"),
         sizes=SIZES | OPTIONS | {"k": [64, 128, 192, 256, 512], "rank": [0, 1, 8, 16], "kind": ["32", "64", "128 double", "mxfp4", "nvfp4"]},
         real=tuple(
-            {"tokens": tokens, "experts": 5, "k": 320, "n": 208, "rank": rank, "kind": kind}
-            for tokens in (2, 40, 700) for rank in (0, 20) for kind in ("64", "64 double", "mxfp4", "nvfp4")
+            {"tokens": tokens, "experts": 5, "k": 320, "n": 208, "rank": rank, "kind": kind, "bias": True, "skipped": 0.1}
+            for tokens in (2, 9, 40, 100, 700) for rank in (0, 20)
+            for kind in ("32", "64", "64 double", "4096 double", "mxfp4", "nvfp4")
         ),
     ),
 }  # fmt: skip

@@ -74,7 +74,14 @@ def _same_bits_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor)
         return nn.linear(x, weight, bias)
 
 
-CASES = {"gated_experts": Case(function=nn.gated_experts, given=_given_experts, rows=("x", "expert_ids", "gates"))}
+CASES = {
+    "gated_experts": Case(
+        function=nn.gated_experts,
+        given=_given_experts,
+        rows=("x", "expert_ids", "gates"),
+        lowered=("x", "gate_up", "down"),
+    )
+}
 MODULES = {
     "LayerNorm": _module(lambda: nn.LayerNorm(32), _rows),
     "RMSNorm": _module(lambda: nn.RMSNorm(32), lambda: {"x": draw(4, 32), "residual": draw(4, 32)}),

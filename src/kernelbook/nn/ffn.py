@@ -140,8 +140,9 @@ class SparseFFN(torch.nn.Module):
         new.router = router
         given = {"w_up": w_up, "w_gate": w_gate, "w_down": w_down.t(), "b_up": b_up, "b_gate": b_gate, "b_down": b_down}
         for name, value in given.items():
-            copied = None if value is None else value.detach().clone(memory_format=torch.contiguous_format)
-            new.register_parameter(name, None if copied is None else torch.nn.Parameter(copied, value.requires_grad))
+            if value is not None:
+                copied = value.detach().clone(memory_format=torch.contiguous_format)
+                setattr(new, name, torch.nn.Parameter(copied, value.requires_grad))
         return new.train(block.training)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

@@ -84,7 +84,7 @@ class _Block(nn.Module):
         super().__init__()
         d, hidden = config.width, config.mlp_ratio * config.width
         how: dict[str, Any] = {"chunk_size": config.chunk_size, "compact_gradient": config.compact_gradient}
-        sparse = functools.partial(SparseLinear, bias=False, **how)
+        sparse: Any = functools.partial(SparseLinear, bias=False, **how)
         linear = sparse if config.sparse_layers == "all" else functools.partial(nn.Linear, bias=False)
         self.heads, self.attention, self.activation = config.heads, config.attention, config.activation
         self.norm_attention = LayerNorm(d)

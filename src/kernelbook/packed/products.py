@@ -157,9 +157,7 @@ def plan(
     if k % 64 or width % 8 or length % 16:
         return None
     mean = rows / min(experts, rows) if routed else rows
-    packing: dict[str, Any] = {
-        "BLOCK_SIZE": block_size, "SCALE": scale,
-    }  # fmt: skip
+    packing: dict[str, Any] = {"BLOCK_SIZE": block_size, "SCALE": scale}
     tailored = not properties.same_bits  # to the number of rows
     single = tailored and not routed and not (by_row or rank or has_bias)
     few = (single and rows <= SKINNY_ROWS_OF_ONE) or (tailored and routed and mean <= SKINNY_ROWS)

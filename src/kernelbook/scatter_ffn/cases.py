@@ -15,7 +15,7 @@ ACTIVATIONS = ("relu", "leaky_relu", "gelu", "gelu_tanh", "silu")
 
 def _rows(n: int, count: int) -> torch.Tensor:
     """Some of n rows, some of them twice."""
-    return torch.randint(0, max(n, 1), (count,), device=runtime.DEVICE)
+    return torch.randint(0, max(n, 1), (count if n else 0,), device=runtime.DEVICE)
 
 
 def _given_matrix(
@@ -29,14 +29,15 @@ def given_network(
     m: int = 4, k: int = 32, n: int = 9, k_out: int = 24, count: int = 3, activation: str = "silu",
     gated: bool = True, biases: bool = False, **options: Any,
 ) -> Given:  # fmt: skip
-    network = {"x": draw(m, k), "w_up": draw(n, k, scale=k**-0.5), "w_down": draw(n, k_out, scale=n**-0.5)}
-    network |= {"w_gate": draw(n, k, scale=k**-0.5)} if gated else {}
+    up, down = (max(size, 1) ** -0.5 for size in (k, n))
+    network = {"x": draw(m, k), "w_up": draw(n, k, scale=up), "w_down": draw(n, k_out, scale=down)}
+    network |= {"w_gate": draw(n, k, scale=up)} if gated else {}
     network |= {"b_up": draw(n), "b_down": draw(k_out)} if biases else {}
     network |= {"b_gate": draw(n)} if biases and gated else {}
     return network | {"neurons": _rows(n, count), "activation": activation} | options
 
 
-SIZES = {"m": (0, 128), "k": (1, 257), "n": (1, 512), "count": (0, 257)}
+SIZES = {"m": (0, 128), "k": (0, 257), "n": (0, 512), "count": (0, 257)}
 REAL = tuple(
     {"m": m, "k": k, "n": n, "count": count}
     for m, k, n, count in (
@@ -55,7 +56,7 @@ CASES = {
     "scatter_ffn": Case(
         function=scatter_ffn, given=given_network, reference=scatter_ffn_reference,
         what="a feed-forward block of chosen neurons", plain={"gated": False},
-        sizes=SIZES | {"k_out": (1, 257), "activation": ACTIVATIONS, "gated": [False, True], "biases": [False, True]},
+        sizes=SIZES | {"k_out": (0, 257), "activation": ACTIVATIONS, "gated": [False, True], "biases": [False, True]},
         real=tuple(sizes | {"k_out": sizes["k"]} for sizes in REAL),
     ),
     "scatter_ffn, plain": Case(

@@ -1,6 +1,7 @@
 """The mathematics in plain PyTorch: rows selected, then ordinary products; and the dense network beside it."""
 
 import functools
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,7 @@ def activation_reference(z: torch.Tensor, activation: str | None) -> torch.Tenso
 def gather_matmul_reference(
     x: torch.Tensor,
     weight: torch.Tensor,
-    rows: torch.Tensor,
+    rows: torch.Tensor | slice,
     *,
     bias: torch.Tensor | None = None,
     activation: str | None = None,
@@ -38,7 +39,7 @@ def scatter_ffn_reference(
     x: torch.Tensor,
     w_up: torch.Tensor,
     w_down: torch.Tensor,
-    neurons: torch.Tensor,
+    neurons: torch.Tensor | slice,
     *,
     w_gate: torch.Tensor | None = None,
     b_up: torch.Tensor | None = None,
@@ -58,24 +59,9 @@ def scatter_ffn_reference(
     else:
         h = act(x, w_gate, neurons, bias=b_gate)
         h = h * gather_matmul_reference(x, w_up, neurons, bias=b_up)
-    y = h @ w_down[neurons]
-    return y if b_down is None else y + b_down
+    return F.linear(h, w_down[neurons].t(), b_down)
 
 
-def dense_ffn(
-    x: torch.Tensor,
-    w_up: torch.Tensor,
-    w_down: torch.Tensor,
-    *,
-    w_gate: torch.Tensor | None = None,
-    b_up: torch.Tensor | None = None,
-    b_gate: torch.Tensor | None = None,
-    b_down: torch.Tensor | None = None,
-    activation: str = "relu",
-) -> torch.Tensor:
+def dense_ffn(x: torch.Tensor, w_up: torch.Tensor, w_down: torch.Tensor, **others: Any) -> torch.Tensor:
     """The whole network, every neuron; arguments as in :func:`scatter_ffn_reference`."""
-    if w_gate is None:
-        h = activation_reference(F.linear(x, w_up, b_up), activation)
-    else:
-        h = activation_reference(F.linear(x, w_gate, b_gate), activation) * F.linear(x, w_up, b_up)
-    return F.linear(h, w_down.t(), b_down)
+    return scatter_ffn_reference(x, w_up, w_down, slice(None), **others)

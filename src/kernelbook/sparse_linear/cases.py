@@ -47,7 +47,7 @@ def _backward(x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor, compact: 
     return *sparse_dw_reference(x, dy, compact=compact, **given), sparse_dx_reference(dy, weight, **given)
 
 
-SIZES = {"m": (0, 257), "d_in": (1, 257), "d_out": (1, 512), "chunk": [16, 48, 64], "share": [0.0, 0.1, 0.5, 1.0]}
+SIZES = {"m": (0, 257), "d_in": (0, 257), "d_out": (0, 512), "chunk": [16, 48, 64], "share": [0.0, 0.1, 0.5, 1.0]}
 EVERY_CHUNK = {"share": 1.0, "mode": "sparse_dw_dx"}
 COMPACT = {"compact": [False, True]}
 REAL = tuple(
@@ -69,7 +69,7 @@ CASES = {
     ),
     "sparse_dw": Case(
         function=sparse_dw, given=_given_parts, options={"names": "x dy"}, reference=sparse_dw_reference,
-        rows=("x", "dy"), what="chosen rows of a weight's gradient", part=True, sizes=SIZES | COMPACT, real=REAL,
+        rows=("x", "dy"), but=("rows alone",), what="chosen rows of a weight's gradient", part=True, sizes=SIZES | COMPACT, real=REAL,
     ),
     "sparse_dx": Case(
         function=sparse_dx, given=_given_parts, options={"names": "dy weight"}, reference=sparse_dx_reference,
@@ -77,7 +77,7 @@ CASES = {
     ),
     "sparse_backward": Case(
         function=sparse_backward, given=_given_parts, options={"names": "x weight dy"}, reference=_backward,
-        rows=("x", "dy"), grads=("x", "dy"),  # of dW, the first result
+        rows=("x", "dy"), but=("rows alone",), lowered=(), grads=("x", "dy"),  # of dW, the first result
         factor=check.GRADIENT_FACTOR, what="the three gradients in one call", part=True, sizes=SIZES | COMPACT, real=REAL,
     ),
     "sparse_dw, compact": Case(

@@ -14,11 +14,11 @@ STUDIES = {
     ),
     "moe_lora_recomputed": dataclasses.replace(
         moe_lora.CASES["moe_lora"], function=moe_lora_recomputed, options={}, rows=("x", "routing"),
-        sizes=moe_lora.SIZES | {"k": (1, 128), "rank": [1, 8, 16]}, real=(), large=None,
+        sizes=moe_lora.SIZES | {"k": (0, 128), "rank": [1, 8, 16]}, real=(), large=None,
     ),
     "scatter_ffn_with_atomics": dataclasses.replace(
         scatter_ffn.CASES["scatter_ffn"], function=scatter_ffn_with_atomics, real=(),
         options={"gated": False},
-        sizes=scatter_ffn.SIZES | {"k_out": (1, 257), "activation": scatter_ffn.ACTIVATIONS},
+        sizes=scatter_ffn.SIZES | {"k_out": (0, 257), "activation": scatter_ffn.ACTIVATIONS},
     ),
 }  # fmt: skip

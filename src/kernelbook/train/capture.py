@@ -152,16 +152,8 @@ class Captured:
     """A call without arguments as one CUDA graph of the current device. Calling it replays the graph and returns what the
     call returned.
 
-    Each replay reads the tensors that the call read, and overwrites the tensors that it made: new inputs are copied into
-    the old ones. What is captured must not wait for the device.
-
-    Args:
-        call: it is kept, since the graph reads what was made before it: inputs, and the states of an optimizer.
-        warm: how often it runs beforehand, so that kernels are compiled and an optimizer's states made.
-
-    Attributes:
-        graph: the ``torch.cuda.CUDAGraph``.
-        out: what the call returned while it was captured.
+    Each replay reads the tensors that the call read, and overwrites those that it made. It runs ``warm`` times beforehand, so
+    that kernels are compiled and an optimizer's states made.
 
     Raises:
         RuntimeError: there is no GPU, or the call cannot be captured; then the message names the line.
@@ -170,7 +162,7 @@ class Captured:
     def __init__(self, call: Callable[[], Any], *, warm: int = 3) -> None:
         if runtime.DEVICE.type != "cuda":
             raise RuntimeError("Captured: call must run on a GPU, and there is none")
-        self._call, stream = call, torch.cuda.Stream()
+        self._call, stream = call, torch.cuda.Stream()  # kept, since the graph reads what was made before it
         for _ in range(warm):
             _run_on(stream, call)
         self.graph, self.out = _capture(call, stream, torch.cuda.graph_pool_handle())

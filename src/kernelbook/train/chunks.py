@@ -173,18 +173,9 @@ def knn_scores(
     Returns:
         (N,) float32.
     """
-    op = "knn_scores"
-    for name, tensor, dtype in (("features", features, torch.float32), ("norms", norms, torch.float32)):
-        arguments.check_tensor(op, name, tensor, dtypes=(dtype,))
-    for name, tensor in (("seen", seen), ("step", step), ("starts", starts)):
-        arguments.check_tensor(op, name, tensor, dtypes=(torch.int32,))
     n = norms.shape[0]
-    arguments.check_shape(op, "features", features, (features.shape[0], n))
-    arguments.check_shape(op, "seen", seen, (n,))
     if not 1 <= longest <= 4096:
-        raise ValueError(f"{op}: longest must lie in [1, 4096], got {longest}")
-    if k < 1:
-        raise ValueError(f"{op}: k must be at least 1, got {k}")
+        raise ValueError(f"knn_scores: longest must lie in [1, 4096], got {longest}")
     scores = torch.empty(n, device=norms.device, dtype=torch.float32) if out is None else out
     block_c = max(16, triton.next_power_of_2(longest))
     block_q = max(1, min(16, kernels.KNN_TILE // block_c))
@@ -252,20 +243,14 @@ def top_chunks(
         ids: (total,) int64, written in place: for layer ``l`` from ``slots[l]`` on, ``counts[l]`` ids within the layer.
         starts: (L + 1,) int32. slots, counts: (L,) int32. longest: chunks of the largest layer.
         taken: (N,) int32, chunks that are not to be chosen where it is not zero; at least ``counts`` others must remain.
-        chosen: (N,) int32, set to 1 where taken or chosen, else 0; another tensor than ``taken``.
+        chosen: (N,) int32, set to 1 where taken or chosen, else 0; another tensor than ``taken``. Given where ``scores`` is not.
         step: (1,) int32.
 
     Returns:
         ``chosen``.
     """
-    op = "top_chunks"
-    arguments.check_indices(op, "ids", ids)
-    if scores is not None:
-        arguments.check_tensor(op, "scores", scores, dtypes=(torch.float32,))
     if chosen is None:
-        if scores is None:
-            raise ValueError(f"{op}: chosen must be given where scores are not, got None")
-        chosen = torch.empty_like(scores, dtype=torch.int32)
+        chosen = torch.empty_like(scores, dtype=torch.int32)  # type: ignore[arg-type]
     block = kernels.TOP_BLOCK
     launch = launcher(
         kernels._top_chunks_kernel, RANDOM=scores is None, HAS_TAKEN=taken is not None, BLOCK=block, num_warps=4

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -25,7 +25,7 @@ from kernelbook.train.schedulers import SCHEDULERS, make_scheduler
 from kernelbook.train.synthetic import score_chunks
 from kernelbook.train.text import TextData
 
-__all__ = ["CHOICES", "CONFIGS", "Data", "TrainConfig", "Trainer", "make_data", "replacing"]
+__all__ = ["CHOICES", "CONFIGS", "TrainConfig", "Trainer", "make_data", "replacing"]
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "mode": ("dense", "sparse_dw", "sparse_dw_dx"),
@@ -41,19 +41,6 @@ LEAST = dict.fromkeys(("batch_size", "steps", "log_every", "eval_batches"), 1) |
     ("dense_steps", "refresh_every", "eval_every", "checkpoint_every", "probe_every", "lr_warmup"), 0
 )
 ADAM: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8}
-
-
-class Data(Protocol):
-    """The data that the loop trains on; all of it follows from seed and step."""
-
-    vocab_size: int
-    digest: str
-
-    def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets of a training step."""
-
-    def validation_batches(self, count: int) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-        """Inputs and targets to evaluate on."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,7 +164,7 @@ CONFIGS: dict[str, TrainConfig] = {
 }  # fmt: skip
 
 
-def make_data(config: TrainConfig) -> Data:
+def make_data(config: TrainConfig) -> TextData:
     """Return the data that a configuration asks for."""
     names = ("corpus", "vocab_size", "batch_size", "context", "seed")
     return TextData(**{name: getattr(config, name) for name in names})
@@ -209,7 +196,7 @@ class Trainer:
     def __init__(
         self,
         config: TrainConfig,
-        data: Data | None = None,
+        data: TextData | None = None,
         *,
         out: Path | str | None = None,
         resume: bool = False,
@@ -221,7 +208,7 @@ class Trainer:
         self.out = None if out is None else Path(out)
         if self.out is not None and not resume and (self.out / "log.jsonl").exists():
             raise FileExistsError(f"Trainer: {self.out} holds a run already; resume it, or choose another folder")
-        self.data: Data = make_data(config) if data is None else data
+        self.data = make_data(config) if data is None else data
         self.step, self.seconds = 0, 0.0
         self.records: list[dict[str, Any]] = []
         self._build()
@@ -378,11 +365,8 @@ class Trainer:
                 pending.append(torch.stack([self._loss, self._grad_norm]))
                 self.step += 1
                 last = self.step == end
-                if (
-                    len(pending) == config.log_every
-                    or last
-                    or self._due(config.eval_every, config.checkpoint_every, config.probe_every)
-                ):
+                pauses = self._due(config.eval_every, config.checkpoint_every, config.probe_every)
+                if len(pending) == config.log_every or last or pauses:
                     values = torch.stack(pending).tolist()
                     took = time.perf_counter() - started
                     self.seconds += took
@@ -464,53 +448,38 @@ class Trainer:
 
     # --- checkpoints ---
 
-    def _history(self) -> dict[str, Any]:
-        """Return what a checkpoint says of the run itself."""
-        return {
-            "config": dataclasses.asdict(self.config), "digest": self.data.digest, "fsdp": self.parallel == "fsdp",
-            "step": self.step, "seconds": self.seconds, "records": self.records,
-        }  # fmt: skip
+    def _identity(self) -> dict[str, Any]:
+        """Return what is the same in a run that goes on."""
+        how = {"the corpus": self.data.digest, "parallel": "fsdp" if self.parallel == "fsdp" else ""}
+        return dataclasses.asdict(self.config) | how
 
     def _go_on(self, saved: Mapping[str, Any]) -> None:
         """Take over the history of a run; ``ValueError`` unless this is the same one."""
-        own = dataclasses.asdict(self.config)
+        own = self._identity()
         # A run that is watched otherwise may go on from here; one with other steps behind it or before it may not.
         # Where its corpus lies does not matter either: the digest says whether it is the same.
         free = {"log_every", "eval_every", "eval_batches", "checkpoint_every", "probe_every", "cuda_graph", "corpus"}
-        for name, value in saved["config"].items():
+        for name, value in saved["identity"].items():
             longer = name == "steps" and own["steps"] > value
             if name not in free and own.get(name) != value and not longer:
                 least = "at least " if name == "steps" else ""
                 raise ValueError(
                     f"Trainer: {name} must be {least}that of the run in {self.out} ({value!r}), got {own.get(name)!r}"
                 )
-        if saved["digest"] != self.data.digest:
-            raise ValueError(
-                f"Trainer: the corpus must be that of the run in {self.out} ({saved['digest']}), got {self.data.digest}"
-            )
-        if saved["fsdp"] != (self.parallel == "fsdp"):
-            raise ValueError(
-                f"Trainer: parallel must be 'fsdp' as in the run in {self.out}, or neither, got {self.parallel!r}"
-            )
         self.step, self.seconds, self.records = saved["step"], saved["seconds"], saved["records"]
 
-    def _state(self) -> dict[str, Any]:
+    def _parts(self) -> dict[str, Any]:
         """Return all that changes."""
-        return {
-            "model": self.model.state_dict(),
-            "chunk_adam": self._chunk_adam.state_dict(),
-            "rest_adam": self._rest_adam.state_dict(),
-            "scheduler": self.scheduler.state_dict(),
-        }
+        optimizers = {"chunk_adam": self._chunk_adam, "rest_adam": self._rest_adam}
+        return {"model": self.model, "scheduler": self.scheduler, **optimizers}
+
+    def _state(self) -> dict[str, Any]:
+        return {name: part.state_dict() for name, part in self._parts().items()}
 
     def _load(self, state: dict[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
-        self.scheduler.load_state_dict(state["scheduler"])
-        for optimizer, name, lr in (
-            (self._chunk_adam, "chunk_adam", self._chunk_lr),
-            (self._rest_adam, "rest_adam", self._lr),
-        ):
-            optimizer.load_state_dict(state[name])
+        for name, part in self._parts().items():
+            part.load_state_dict(state[name])
+        for optimizer, lr in ((self._chunk_adam, self._chunk_lr), (self._rest_adam, self._lr)):
             for group in optimizer.param_groups:
                 group["lr"] = lr
 
@@ -518,7 +487,8 @@ class Trainer:
         """Write ``checkpoint.pt`` in one step: a run that is killed here leaves the one before."""
         if self.out is None:
             return
-        state = {"run": self._history(), **self._state()}
+        run = {"step": self.step, "seconds": self.seconds, "records": self.records, "identity": self._identity()}
+        state = {"run": run, **self._state()}
         if self.rank == 0:
             with replacing(self.out / "checkpoint.pt") as file:
                 torch.save(state, file)

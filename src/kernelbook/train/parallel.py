@@ -21,7 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from kernelbook import arguments, runtime
 from kernelbook.distributed.gradients import reduce_active_rows
 from kernelbook.distributed.sharding import fully_shard
-from kernelbook.train.loop import Data, TrainConfig, Trainer
+from kernelbook.train.loop import TrainConfig, Trainer
+from kernelbook.train.text import TextData
 
 __all__ = ["PARALLEL", "ParallelTrainer", "start"]
 
@@ -69,7 +70,7 @@ class ParallelTrainer(Trainer):
         self,
         config: TrainConfig,
         parallel: str,
-        data: Data | None = None,
+        data: TextData | None = None,
         *,
         out: Path | str | None = None,
         resume: bool = False,
