@@ -220,25 +220,6 @@ def test_a_case_that_raises_does_not_lose_the_others(
     ]
 
 
-@pytest.mark.parametrize(("name", "taken"), [("several_gpus", {"select": "train"}), ("host", {})])
-def test_what_has_a_clock_of_its_own_gets_the_options_that_it_takes(
-    name: str,
-    taken: dict[str, str],
-    run: Run,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    seen: list[object] = []
-    own = dataclasses.replace(registry.bench(name), run=lambda folder, **given: seen.append((folder, given)) or 0)
-    monkeypatch.setattr(registry, "bench", lambda _: own)
-    how = [name, "--out", str(tmp_path)]
-    assert command.main([*how, *(["--select", "train"] if taken else [])]) == 0
-    assert seen == [(tmp_path / "fake-gpu", taken)]
-    assert command.main([*how, "--layers", "2"]) == 2 and len(seen) == 1
-    assert capsys.readouterr().err == f"bench: {name} does not take --layers\n"
-
-
 def test_rows_of_several_folders_are_put_together(tmp_path: Path) -> None:
     row = dict.fromkeys(record.COLUMNS, "1")
     for part, x, value in (("a", "1", "old"), ("b", "1", "new"), ("b", "2", "new")):

@@ -56,6 +56,23 @@ def test_a_chapter_finds_the_book_from_any_folder(path: Path) -> None:
     ]
 
 
+WORDS = 2_800  # of prose in a chapter, without exercises, listings, tables and formulas
+CODE_FENCE = re.compile(
+    r"^(`{3,})(?:\{(?:literalinclude|include|figure|instrument|code-cell)\}|\w+).*?^\1$", re.MULTILINE | re.DOTALL
+)
+
+
+@pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem)
+def test_a_chapter_is_short(path: Path) -> None:
+    cells = nbformat.read(path, as_version=4).cells
+    text = "\n\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+    text = CODE_FENCE.sub("", re.split(r"^## Exercises", text, flags=re.MULTILINE)[0])
+    text = re.sub(r"\$\$.*?\$\$(?: \(.*?\))?", "", text, flags=re.DOTALL)
+    text = re.sub(r"^(\|.*\||`{3,}.*|:[\w-]+:.*|\([\w-]+\)=)$", "", text, flags=re.MULTILINE)
+    words = re.sub(r"\$[^$\n]+\$|`[^`\n]+`", "x", re.sub(r"\]\(http[^)]*\)", "]", text))
+    assert len(re.findall(r"\w[\w'.,-]*", words)) <= WORDS, "split it"
+
+
 def open_cells(path: Path) -> str:
     """What stands open on a chapter's page before its exercises, as a script; what only puts a figure into the text is left out."""
     parts = []
@@ -154,47 +171,3 @@ def test_steps_are_one_case_that_is_checked_and_knows_its_providers() -> None:
     )
     with pytest.raises(RuntimeError, match="time_steps: square backward"):
         chapters.own_rows([wrong], rep_ms=1)
-
-
-WORDS = 2_800  # of prose in a chapter, without exercises, listings, tables and formulas
-CODE_FENCE = re.compile(
-    r"^(`{3,})(?:\{(?:literalinclude|include|figure|instrument|code-cell)\}|\w+).*?^\1$", re.MULTILINE | re.DOTALL
-)
-
-
-def prose_of(cells: list[Any]) -> str:
-    """A chapter's text before its exercises, without listings, tables, formulas, headings' anchors and options of directives."""
-    text = "\n\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
-    text = CODE_FENCE.sub("", re.split(r"^## Exercises", text, flags=re.MULTILINE)[0])
-    text = re.sub(r"\$\$.*?\$\$(?: \(.*?\))?", "", text, flags=re.DOTALL)
-    return re.sub(r"^(\|.*\||`{3,}.*|:[\w-]+:.*|\([\w-]+\)=)$", "", text, flags=re.MULTILINE)
-
-
-@pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem)
-def test_a_chapter_is_short(path: Path) -> None:
-    prose = prose_of(nbformat.read(path, as_version=4).cells)
-    words = re.sub(r"\$[^$\n]+\$|`[^`\n]+`", "x", re.sub(r"\]\(http[^)]*\)", "]", prose))
-    assert len(re.findall(r"\w[\w'.,-]*", words)) <= WORDS, "split it"
-
-
-LEVELS = {
-    "Arithmetic",
-    "Derive",
-    "Mend",
-    "Predict",
-    "Program",
-    "Read",
-    "Write",
-}  # as the page of all exercises explains them
-
-
-@pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem)
-def test_an_exercise_says_how_hard_and_how_long_it_is(path: Path) -> None:
-    text = "\n".join(cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "markdown")
-    stated = re.findall(r"^`{3,}\{exercise\}\n:label: (\S+)\n\n(.*)$", text, re.MULTILINE)
-    assert stated and len(stated) == text.count("{exercise}")
-    for label, line in stated:
-        says = re.match(r"\*(\w+) · (\d+) minutes · (no GPU|better with a GPU|needs a GPU)\.\* \S", line)
-        assert says is not None and says[1] in LEVELS and 0 < int(says[2]) <= 120, f"{label}: {line[:60]}"
-    opened = re.findall(r"\{solution-(start|end)\}", text)
-    assert opened == ["start", "end"] * (len(opened) // 2), "a solution is not opened and closed once"

@@ -72,11 +72,6 @@ def test_a_wrong_gradient_fails() -> None:
         check.check_op(lambda x: _WrongGradient.apply(x), _square, _inputs(), grads=("x",))
 
 
-def test_a_missing_gradient_fails() -> None:
-    with pytest.raises((check.CheckError, RuntimeError)):
-        check.check_op(lambda x: x.detach() * x.detach(), _square, _inputs(), grads=("x",))
-
-
 @pytest.mark.parametrize("who", ("fn", "the reference"))
 def test_a_gradient_that_one_of_several_inputs_lacks_fails(who: str) -> None:
     inputs = {"x": torch.randn(5), "y": torch.randn(5)}

@@ -827,7 +827,6 @@ def test_each_property_has_a_planted_fault() -> None:
         if key.startswith("test_") and [*inspect.signature(value).parameters][:1] == ["name"]
     }  # fmt: skip
     assert properties - planted == {
-        test_what_is_left_out,
         test_what_a_number_is,
         test_a_compiler_takes_no_other_numbers,
         test_without_the_mode_rows_have_other_bits,
@@ -887,24 +886,6 @@ NUMBERS: dict[str, tuple[Callable[[Any], torch.Tensor], int]] = {
     "rms_norm eps": (lambda n: kb.rms_norm(IDENTITY, eps=n), 1),
     **_fields(TrainConfig(lr=1.0, min_lr=0.0), "float"),
 }
-
-
-# What is left out, by what is seen of it.
-DEFAULTS: dict[str, tuple[Callable[[], Any], Any]] = {
-    "GPTConfig mlp_ratio": (lambda: nn.GPTConfig(5).mlp_ratio, 4),
-    "LayerNorm eps": (lambda: nn.LayerNorm(8).eps, torch.nn.LayerNorm(8).eps),
-    "LayerNorm elementwise_affine": (lambda: sorted(nn.LayerNorm(8).state_dict()), ["bias", "weight"]),
-    "NF4Linear bias": (lambda: nn.NF4Linear(64, 64).bias is not None, True),
-    "SparseFFN gated": (lambda: nn.SparseFFN(4, 8).w_gate is None, True),
-    "SparseLinear chunk_size": (lambda: nn.SparseLinear(8, 128).num_chunks, 2),
-}
-
-
-@pytest.mark.parametrize("name", DEFAULTS)
-def test_what_is_left_out(name: str) -> None:
-    call, expected = DEFAULTS[name]
-    with torch.device(runtime.DEVICE):
-        assert call() == expected
 
 
 @pytest.mark.parametrize("config", (nn.GPTConfig(5), TrainConfig()), ids=lambda c: type(c).__name__)

@@ -285,9 +285,3 @@ def test_the_pages_of_the_package_list_what_is_public() -> None:
     listed = set(re.findall(r"auto(?:function|class):: kernelbook\.([\w.]+)", pages))
     public = {*kernelbook.__all__, *(f"nn.{name}" for name in nn.__all__)} - {"__version__", "runtime"}
     assert public <= listed, public - listed
-
-
-def test_every_tool_parses_its_arguments() -> None:
-    """So that ``--help``, or a word that it does not know, starts nothing."""
-    tools = {path for path in ROOT.glob("tools/**/*.py") if '__name__ == "__main__"' in path.read_text()}
-    assert not [path.stem for path in tools if "parse_args(" not in path.read_text()]

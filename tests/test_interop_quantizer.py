@@ -105,15 +105,15 @@ def test_no_more_than_one_tensor_of_the_checkpoint_is_dense_at_a_time(
     model = saved(name, tmp_path)
     largest = max(value.numel() for key, value in tensors_of(tmp_path).items() if "expert" in key)
     alive: list[Any] = []
-    put = quantizer._Filling.put
+    quantize = quantizer.nf4_quantize
 
-    def watched(self: Any, start: int, piece: torch.Tensor) -> None:
+    def watched(piece: torch.Tensor, **how: Any) -> NF4Tensor:
         assert not any(other() is not None for other in alive), "an earlier tensor is still there"
         assert piece.numel() <= largest < next(iter(interop.expert_modules(model)))[1].down_proj.numel()
         alive.append(weakref.ref(piece))
-        put(self, start, piece)
+        return quantize(piece, **how)
 
-    monkeypatch.setattr(quantizer._Filling, "put", watched)
+    monkeypatch.setattr(quantizer, "nf4_quantize", watched)
     load(tmp_path, NF4ExpertsConfig(block_size=32))
     experts = next(iter(interop.expert_modules(model)))[1]
     assert len(alive) == 2 * 3 * experts.num_experts

@@ -435,32 +435,3 @@ def test_no_program_has_more_threads_than_a_gpu_runs(tuner: list[Any]) -> None:
     for warps, tried in ((32, {16, 32}), (1, {1, 2})):
         made = launch.launcher(_scale_kernel, repeatable=True, num_warps=warps)
         assert {config.num_warps for config in made.configs()} == tried
-
-
-# --- operators ------------------------------------------------------------------------------------------------------
-
-
-def test_a_room_that_is_reloaded_declares_its_operators_anew() -> None:
-    """As ``%autoreload 2`` does after an edit: the new functions are called, by whoever observes a call too."""
-    code = """
-        import importlib, sys, torch
-        import kernelbook as kb
-        from torch.profiler import profile
-        def rooms():
-            found = [sys.modules[name] for name in sorted(sys.modules) if name.startswith("kernelbook.")]
-            return [module for module in found if module.__name__ != "kernelbook.runtime"]
-        def use():
-            x = torch.linspace(-1, 1, 64).view(2, 32).requires_grad_()
-            y = torch.compile(kb.layer_norm, fullgraph=True, backend="aot_eager")(x)
-            return y, *torch.autograd.grad(y.square().sum(), x)
-        before = use()
-        for module in rooms():
-            importlib.reload(module)
-        importlib.reload(kb)
-        torch._dynamo.reset()
-        after = use()
-        assert all(map(torch.equal, before, after))
-        print("fine")
-    """
-    done = python(code, TRITON_INTERPRET="1")
-    assert done.stdout.strip() == "fine", done.stderr

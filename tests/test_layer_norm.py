@@ -35,7 +35,7 @@ def test_outputs_and_gradients(shape: tuple[int, int], dtype: torch.dtype, norm:
     _check(randn(*shape, dtype=dtype), randn(n, dtype=dtype), randn(n, dtype=dtype), norm)
 
 
-@pytest.mark.parametrize("n", (13_000, 18_000, 40_000))
+@pytest.mark.parametrize("n", (13_000, 18_000))
 def test_rows_beyond_one_tile(n: int) -> None:
     _check(*(randn(*shape, dtype=torch.bfloat16) for shape in ((3, n), (n,), (n,))))
 

@@ -61,13 +61,3 @@ def test_a_line_of_the_table() -> None:
     assert found["forward mode"] == found["of gradients"] == "error"
     assert found["CUDA graph"] == found["same bits"] == "tested"
     assert tool.row("nf4_quantize", tool.cases()["nf4_quantize"])["dtypes"] == "fp16, bf16, fp32"
-
-
-def test_an_argument_has_a_line_of_its_own() -> None:
-    """Napoleon would take the second of two in one line for text about the first."""
-    shown = [pydoc.locate(name) for name in sorted(set(re.findall(r"auto\w+:: (kernelbook\.[\w.]+)", TEXT)))]
-    assert len(shown) > 50
-    for one in filter(callable, shown):
-        names = "|".join(inspect.signature(one).parameters)
-        found = re.search(rf"^    .*[.;] ({names}): ", inspect.getdoc(one) or "", re.MULTILINE)
-        assert not names or not found, f"{one.__name__}: {found and found[0]}"

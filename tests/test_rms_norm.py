@@ -65,15 +65,6 @@ def test_a_residual_of_another_dtype_is_added_as_pytorch_adds_it(
         torch.testing.assert_close(one, other, rtol=1e-2 if leaf.dtype.itemsize == 2 else 1e-4, atol=1e-4)
 
 
-def test_rows_beyond_one_tile() -> None:
-    _check(randn(1, 33_000), randn(33_000), randn(1, 33_000))
-
-
-@pytest.mark.parametrize("with_residual", (False, True))
-def test_the_weight_is_optional(with_residual: bool) -> None:
-    _check(randn(5, 33), None, randn(5, 33) if with_residual else None)
-
-
 def test_a_single_column_without_a_weight() -> None:
     """With an eps that leaves it a gradient to speak of."""
     x = randn(5, 1).requires_grad_()

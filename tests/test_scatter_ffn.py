@@ -1,7 +1,6 @@
 """The room scatter_ffn: every output and gradient by the rule of check.py, and everything around it."""
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -442,15 +441,6 @@ def test_calls_follow_each_other_closely() -> None:
         # The input comes from a kernel right before, and each output goes into one right after.
         results = [kb.scatter_ffn(**{**network, "x": x * 1.0}, neurons=ids) + 0 for ids in lists]
         assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
-
-
-def test_with_atomics() -> None:
-    network = _network(18, 40, 60, 20, torch.float16)
-    neurons = torch.cat([_neurons(60, 32), _neurons(60, 3)])  # three of them may come twice
-    ours = functools.partial(scatter_ffn_with_atomics, neurons=neurons, activation="gelu", block_l=16)
-    reference = functools.partial(scatter_ffn_reference, neurons=neurons, activation="gelu")
-    check.check_op(ours, reference, network, grads=tuple(network))
-    assert torch.equal(scatter_ffn_with_atomics(**network, neurons=neurons[:0]), torch.zeros_like(ours(**network)))
 
 
 @pytest.mark.parametrize(

@@ -91,8 +91,8 @@ def test_a_row_is_current_older_or_not_dated() -> None:
 
 def test_the_commit_is_git_s_or_the_one_that_was_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(stale, "ROOT", tmp_path)
-    monkeypatch.setenv("KERNELBOOK_COMMIT", "abc")
-    assert stale.commit() == "abc"
+    monkeypatch.delenv("KERNELBOOK_COMMIT", raising=False)
+    assert stale.commit() == ""
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b.c"]
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "a.py").write_text("1")
@@ -102,6 +102,8 @@ def test_the_commit_is_git_s_or_the_one_that_was_given(monkeypatch: pytest.Monke
     assert len(clean) == 12
     (tmp_path / "src" / "a.py").write_text("2")
     assert stale.commit() == f"{clean}+"
+    monkeypatch.setenv("KERNELBOOK_COMMIT", "abc")
+    assert stale.commit() == "abc"
 
 
 def test_a_page_says_how_many_rows_are_older(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -135,12 +135,10 @@ def code_of(room: str, target: str, stated: str = "") -> str:
     return code.replace("torch.bfloat16", "torch.float16") if target == "sm_75" else code
 
 
-def compiled(
-    rooms: Sequence[str], targets: tuple[str, ...], *, recompile_every: int = 0
-) -> dict[str, list[CompiledKernel]]:
+def compiled(rooms: Sequence[str], targets: tuple[str, ...]) -> dict[str, list[CompiledKernel]]:
     """By room the reports of all its calls for targets of one of :data:`ALIKE`."""
-    how = {"reports": REPORTS, "recompile_every": recompile_every, "timeout_s": 3000.0}
-    return dict(zip(rooms, compile_each([code_of(room, targets[0]) for room in rooms], targets, **how), strict=True))
+    codes = [code_of(room, targets[0]) for room in rooms]
+    return dict(zip(rooms, compile_each(codes, targets, reports=REPORTS, timeout_s=3000.0), strict=True))
 
 
 def _row(room: str, call: str, kernel: CompiledKernel) -> dict[str, Any]:

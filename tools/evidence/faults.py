@@ -435,13 +435,13 @@ def main() -> int:
             continue
         found.to_csv(ROOT / "_build" / "faults" / f"{room}.csv", index=False)
         counts = found["counts_as"].value_counts().reindex(VERDICTS, fill_value=0)
-        line = {"room": room, "faults": sum(len(faults_of(room, file)) for file in rooms()[room]), **counts}
+        line = {"faults": sum(len(faults_of(room, file)) for file in rooms()[room]), **counts}
         line["unexplained"] = sum(found["counts_as"].isin(("survived", "untested")) & (found["reason"] == ""))
         line |= {"commit": commit(), "date": datetime.date.today().isoformat()}
         known = pd.read_csv(EVIDENCE / "faults.csv").set_index("room")
         known.loc[room] = line
         known.to_csv(EVIDENCE / "faults.csv", lineterminator="\n")
-        print(", ".join(f"{name}: {value}" for name, value in line.items()), flush=True)
+        print(f"{room}:", ", ".join(f"{value} {name}" for name, value in line.items()), flush=True)
     return 0
 
 

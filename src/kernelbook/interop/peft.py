@@ -23,6 +23,7 @@ from kernelbook import arguments
 from kernelbook.interop import base_model
 from kernelbook.interop.transformers_experts import LORA_ATTRIBUTE, NAME, expert_modules, stored, weight_names
 from kernelbook.nf4 import NF4Tensor, nf4_dequantize
+from kernelbook.nn import offload
 from kernelbook.nn.experts import LoRAPair
 from kernelbook.nn.parameters import dense_parameter, is_stored_transposed, stored_weight
 from kernelbook.packed.fp4 import fp4_quantize
@@ -274,6 +275,9 @@ def use_factors(model: torch.nn.Module) -> int:
     wrappers = check_wrappers(model)
     for wrapper in wrappers:
         wrapper.__class__ = ParamWrapper
+        device = offload.device_of(wrapper.get_base_layer(), wrapper.parameter_name)
+        for pair in (wrapper.lora_A, wrapper.lora_B):
+            pair.to(device)  # PEFT has them lie where the weights do
     for module in model.modules():
         if type(module) is layer.Linear and _is_packed(module.get_base_layer()):
             module.__class__ = Linear

@@ -1,14 +1,13 @@
 """transformers' loading with experts in 4 bits: ``from_pretrained(folder, quantization_config=NF4ExpertsConfig())``.
 
 Experts are quantized while they are read. Where a checkpoint keeps a tensor for each expert and projection, as most do, each
-is read, quantized into its place and dropped, so that the dense weights of no layer exist as a whole. Everything else of the
+is read, quantized and dropped, so that the dense weights of no layer exist as a whole. Everything else of the
 model is loaded as transformers loads it. ``save_pretrained`` writes the packed bytes and the scales, and ``from_pretrained``
 reads them as they are; both need this module to be imported, which :mod:`kernelbook.interop.transformers` does.
 """
 
 import copy
 import dataclasses
-import math
 import types
 from collections.abc import Collection
 from typing import Any, NamedTuple
@@ -22,7 +21,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from kernelbook import arguments, runtime
 from kernelbook.interop.transformers_experts import check_experts, expert_weights, is_experts, stored, weight_names
-from kernelbook.nf4 import BLOCK_SIZES, NF4, NF4Tensor, nf4_quantize
+from kernelbook.nf4 import BLOCK_SIZES, NF4Tensor, nf4_quantize
 from kernelbook.nn.parameters import store_parameter
 from kernelbook.packed import NESTED_BLOCK, quantized_scales
 
@@ -231,31 +230,6 @@ def taken(module: Any, place: Place) -> list[torch.Tensor]:
 # --- the conversion -------------------------------------------------------------------------------------------------
 
 
-class _Filling:
-    """A 4-bit tensor that is filled piece by piece; each piece begins with a block."""
-
-    def __init__(
-        self, shape: tuple[int, ...], config: NF4ExpertsConfig, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        self.shape, self.config, self.dtype = shape, config, dtype
-        n = math.prod(shape)
-        self.packed = torch.empty(-(-n // 2), dtype=torch.uint8, device=device)
-        self.absmax = torch.empty(-(-n // config.block_size), dtype=torch.float32, device=device)
-
-    def put(self, start: int, piece: torch.Tensor) -> None:
-        """Quantizes what the elements from ``start`` on are."""
-        q = nf4_quantize(piece.to(runtime.DEVICE), block_size=self.config.block_size)
-        block = start // self.config.block_size
-        self.packed[start // 2 :][: q.packed.numel()].copy_(q.packed)
-        self.absmax[block:][: q.absmax.numel()].copy_(q.absmax)
-
-    def tensor(self) -> NF4Tensor:
-        """The whole of it, with quantized scales where they are to be: bit for bit :func:`kernelbook.nf4_quantize`'s."""
-        code = torch.tensor(NF4.values, dtype=torch.float32, device=self.packed.device)
-        q = NF4Tensor(self.packed, self.absmax, self.shape, self.config.block_size, code, NF4.name, self.dtype)
-        return dataclasses.replace(q, **quantized_scales(q.absmax)) if self.config.double_quant else q
-
-
 def _take(model: Any, full_name: str, q: NF4Tensor, missing: set[str] | None) -> dict[str, torch.Tensor]:
     """Puts the tensor into its module; there is nothing left for transformers to set."""
     module, name = get_module_from_name(model, full_name)
@@ -287,7 +261,7 @@ class _Quantize(ConversionOps):
 
 
 class _Streaming(WeightConverter):
-    """Reads the tensors of single experts one after the other, quantizes each into its place, and keeps none."""
+    """Reads the tensors of single experts one after the other, quantizes each, and keeps none."""
 
     __slots__ = ()
 
@@ -305,9 +279,9 @@ class _Streaming(WeightConverter):
         ready = all(len(tensors) == shape[0] and all(map(callable, tensors)) for tensors in given)
         if not ready or shape[1] % len(given) or size % settings.block_size:
             return super().convert(layer_name, model, config, hf_quantizer, loading_info)
-        filling: _Filling | None = None
+        pieces: list[tuple[torch.Tensor, torch.Tensor]] = []
         for expert in range(shape[0]):
-            for part, tensors in enumerate(given):
+            for tensors in given:
                 read, tensors[expert] = tensors[expert], None
                 piece = read()
                 if tuple(piece.shape) != (rows, shape[2]):
@@ -315,13 +289,15 @@ class _Streaming(WeightConverter):
                         f"from_pretrained: what makes up {layer_name} must have shape {(rows, shape[2])} for each expert, "
                         f"got {tuple(piece.shape)}"
                     )
-                if filling is None:
-                    filling = _Filling(shape, settings, piece.device, piece.dtype)
-                filling.put((expert * len(given) + part) * size, piece)
+                q = nf4_quantize(piece.to(runtime.DEVICE), block_size=settings.block_size)
+                pieces.append((q.packed.to(piece.device), q.absmax.to(piece.device)))
                 del piece, read
         self.collected_tensors.clear()
-        assert filling is not None
-        return _take(model, layer_name, filling.tensor(), None if loading_info is None else loading_info.missing_keys)
+        packed, absmax = map(torch.cat, zip(*pieces, strict=True))
+        # Scales in 8 bits are of the whole, as :func:`kernelbook.nf4_quantize` has them.
+        scales = quantized_scales(absmax) if settings.double_quant else {"absmax": absmax}
+        whole = dataclasses.replace(q.to(packed.device), packed=packed, shape=shape, **scales)
+        return _take(model, layer_name, whole, None if loading_info is None else loading_info.missing_keys)
 
 
 def stacks_experts(converter: Any) -> bool:

@@ -132,8 +132,6 @@ def compile_calls(
     using: Sequence[Callable[..., Any]] = (),
     constants: Mapping[str, Any] | None = None,
     asm: Sequence[str] = (),
-    reports: Path | None = None,
-    recompile_every: int = 0,
     timeout_s: float = 900.0,
 ) -> list[CompiledKernel]:
     """Runs ``code`` with recorded instead of launched kernels, and compiles every launch for every target.
@@ -145,18 +143,14 @@ def compile_calls(
             source from a file, so they are written to one, after imports of torch, runtime, triton and tl.
         constants: what those use besides, by name; the values have to be what their ``repr`` evaluates to.
         asm: which text forms to return (``ptx``, ``sass``, ...); they are large.
-        reports: a file of reports; what stands there is not compiled again, unless ``asm`` asks for texts.
-        recompile_every: of so many stored reports one is compiled all the same, and has to agree. 0: none.
 
     Returns:
         One entry for each distinct specialization and target, in the order of the launches.
 
     Raises:
-        CompileError: ``code`` raised, a kernel did not compile, or a stored report does not agree with the compiler; the
-            message holds the other process's error.
+        CompileError: ``code`` raised, or a kernel did not compile; the message holds the other process's error.
     """
-    how: dict[str, Any] = {"reports": reports, "recompile_every": recompile_every, "timeout_s": timeout_s}
-    return compile_each([code], targets, using=using, constants=constants, asm=asm, **how)[0]
+    return compile_each([code], targets, using=using, constants=constants, asm=asm, timeout_s=timeout_s)[0]
 
 
 def compile_each(
@@ -167,10 +161,12 @@ def compile_each(
     constants: Mapping[str, Any] | None = None,
     asm: Sequence[str] = (),
     reports: Path | None = None,
-    recompile_every: int = 0,
     timeout_s: float = 900.0,
 ) -> list[list[CompiledKernel]]:
-    """What :func:`compile_calls` returns, for each of several codes; they run one after the other in one process a target."""
+    """What :func:`compile_calls` returns, for each of several codes; they run one after the other in one process a target.
+
+    ``reports``: a file of reports; what stands there is not compiled again, unless ``asm`` asks for texts.
+    """
     for target in targets:
         if target not in _GPU_TARGETS:
             raise ValueError(f"compile_calls: targets must be of {', '.join(_GPU_TARGETS)}, got {target!r}")
@@ -182,8 +178,8 @@ def compile_each(
             codes = [
                 f"import sys\n\nsys.path.insert(0, {folder!r})\nfrom definitions import {names}\n{c}" for c in codes
             ]
-        what = {"codes": list(codes), "targets": list(targets), "asm": list(asm)}
-        job.write_text(json.dumps({**what, "reports": str(reports or ""), "recompile_every": recompile_every}))
+        what = {"codes": list(codes), "targets": list(targets), "asm": list(asm), "reports": str(reports or "")}
+        job.write_text(json.dumps(what))
         # A GPU that is there is hidden: its presence would change what is chosen and launched.
         hidden = {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
         done = subprocess.run(
@@ -415,19 +411,14 @@ def _key(launch: _Launch, target: str) -> str:
 
 
 def _report(
-    launch: _Launch, target: str, asm: Sequence[str], reports: Mapping[str, Mapping[str, str]], recompile_every: int
+    launch: _Launch, target: str, asm: Sequence[str], reports: Mapping[str, Mapping[str, str]]
 ) -> CompiledKernel:
     key = _key(launch, target)
     row = reports.get(key)
     if row is None or asm:
         return dataclasses.replace(_compile(launch, target, asm), key=key)
     figures: dict[str, Any] = {name: int(row[name]) for name in REPORT_COLUMNS[3:]}
-    stored = CompiledKernel(*_identity(launch, target), **figures, asm={}, key=key, stored=True)
-    if recompile_every and int(key, 16) % recompile_every == 0:
-        compiled = dataclasses.replace(_compile(launch, target, asm), key=key, stored=True)
-        if compiled != stored:
-            raise CompileError(f"the stored report is\n{stored}\nand the compiler says\n{compiled}")
-    return stored
+    return CompiledKernel(*_identity(launch, target), **figures, asm={}, key=key, stored=True)
 
 
 def _identity(launch: _Launch, target: str) -> tuple[str, str, dict[str, str], dict[str, Any]]:
@@ -487,10 +478,12 @@ def _compile(launch: _Launch, target: str, asm: Sequence[str]) -> CompiledKernel
 
 
 def _of_target(target: str, job: Mapping[str, Any], reports: Mapping[str, Mapping[str, str]], result: Path) -> None:
-    how = job["asm"], reports, job["recompile_every"]
     products = _leave_out_products()  # in this process, which does nothing else
     with runtime.compiling_for(target):
-        found = [[dataclasses.asdict(_report(launch, target, *how)) for launch in _launches(c)] for c in job["codes"]]
+        found = [
+            [dataclasses.asdict(_report(launch, target, job["asm"], reports)) for launch in _launches(c)]
+            for c in job["codes"]
+        ]
     products._destroy()
     result.write_text(json.dumps(found))
 

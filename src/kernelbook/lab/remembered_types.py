@@ -16,7 +16,6 @@ from kernelbook import runtime
 import triton
 import triton.language as tl
 from triton.language import core
-from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 of_triton: dict[tuple[Any, str], Any] = {}  # by class or module, and name: what stands there without these caches
@@ -38,10 +37,6 @@ def _new_block(cls: Any, *args: Any, known: dict[Any, Any] = {}) -> Any:  # noqa
 def _init_block(self: Any, element_ty: Any, shape: Any) -> None:
     if "numel" not in self.__dict__:
         of_triton[core.block_type, "__init__"](self, element_ty, shape)
-
-
-def _same_dtype(self: Any, other: Any) -> Any:
-    return self is other or of_triton[core.dtype, "__eq__"](self, other)
 
 
 @functools.cache
@@ -68,12 +63,6 @@ def _get_np_dtype(tt_dtype: Any, known: dict[str, Any] = {}) -> Any:  # noqa: B0
     return known[name]
 
 
-def _broadcast_impl_value(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
-    if lhs.shape is rhs.shape:
-        return lhs, rhs
-    return of_triton[TritonSemantic, "broadcast_impl_value"](self, lhs, rhs)
-
-
 @functools.cache
 def _builtins_of(pkg: Any) -> list[str]:
     return [name for name, member in inspect.getmembers(pkg) if core.is_builtin(member)]
@@ -93,12 +82,10 @@ def _patch_builtin(pkg: Any, builder: Any, scope: Any) -> None:
 CACHED: dict[tuple[Any, str], Any] = {
     (core.block_type, "__new__"): _new_block,
     (core.block_type, "__init__"): _init_block,
-    (core.dtype, "__eq__"): _same_dtype,
     (core.tensor, "__init__"): _init_tensor,
     (core, "_unwrap_if_constexpr"): _unwrap_if_constexpr,
     (interpreter, "_get_np_dtype"): _get_np_dtype,
     (interpreter, "_patch_builtin"): _patch_builtin,
-    (TritonSemantic, "broadcast_impl_value"): _broadcast_impl_value,
 }
 
 

@@ -24,13 +24,15 @@ CURRENT, OLDER, NOT_DATED = "current", "older", "not dated"
 
 
 def commit() -> str:
-    """The commit of the repository, with a ``+`` if files differ from it; ``KERNELBOOK_COMMIT`` where there is no repository."""
+    """``KERNELBOOK_COMMIT``, which a copy of these sources is told; else the repository's commit, with a ``+`` if files differ."""
+    if given := runtime.given_commit():
+        return given
     try:
         git = functools.partial(subprocess.run, cwd=ROOT, capture_output=True, text=True, check=True)
         changed = git(["git", "status", "--porcelain", "--untracked-files=no", "--", "src", "bench"]).stdout.strip()
         return git(["git", "rev-parse", "--short=12", "HEAD"]).stdout.strip() + ("+" if changed else "")
     except (OSError, subprocess.CalledProcessError):
-        return runtime.given_commit()
+        return ""
 
 
 def tree_text(node: object) -> str:

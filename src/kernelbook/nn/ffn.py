@@ -86,17 +86,9 @@ class SparseFFN(torch.nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw new parameters as ``torch.nn.Linear`` does."""
-        for parameter, fan_in in (
-            (self.w_up, self.features),
-            (self.w_gate, self.features),
-            (self.b_up, self.features),
-            (self.b_gate, self.features),
-            (self.w_down, self.num_neurons),
-            (self.b_down, self.num_neurons),
-        ):
-            if parameter is not None:
-                bound = max(fan_in, 1) ** -0.5
-                torch.nn.init.uniform_(parameter, -bound, bound)
+        for name, parameter in self.named_parameters(recurse=False):
+            bound = max(self.num_neurons if name.endswith("down") else self.features, 1) ** -0.5
+            torch.nn.init.uniform_(parameter, -bound, bound)
 
     @classmethod
     def from_dense(

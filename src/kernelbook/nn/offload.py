@@ -18,7 +18,7 @@ from kernelbook.nf4 import NF4Tensor
 from kernelbook.nn.parameters import packed_parameter
 from kernelbook.tensors import BRING_BACK
 
-__all__ = ["join_copies", "offload_layers", "read_layer"]
+__all__ = ["device_of", "join_copies", "offload_layers", "read_layer"]
 
 _stores: "weakref.WeakSet[_HostLayers]" = weakref.WeakSet()
 
@@ -56,13 +56,20 @@ def read_layer(module: torch.nn.Module, names: Sequence[str]) -> list[NF4Tensor]
 
     They are there until the layer after the next one is read. A backward pass has them copied again.
     """
-    stacks: Any = getattr(module, "parametrizations", None)
-    if stacks is None or any(name not in stacks or getattr(stacks[name][0], "host", None) is None for name in names):
+    if any(device_of(module, name) is None for name in names):
         return None
+    stacks: Any = module.parametrizations
     host = stacks[names[0]][0].host
     if torch.compiler.is_compiling():  # not at import: that brings the compiler, and a CUDA context with it
         return torch._dynamo.disable(host.read)(module)  # type: ignore[no-any-return]
     return host.read(module)  # type: ignore[no-any-return]
+
+
+def device_of(module: torch.nn.Module, name: str) -> torch.device | None:
+    """Return the device to which an offloaded weight is copied; ``None`` for one that stays where it is."""
+    stacks: Any = getattr(module, "parametrizations", {})
+    host = getattr(stacks[name][0], "host", None) if name in stacks else None
+    return None if host is None else host.device
 
 
 def join_copies() -> None:

@@ -90,6 +90,11 @@ class Scheduler(torch.nn.Module):
         self.ids = torch.nn.Buffer(torch.cat([torch.arange(a, device=runtime.DEVICE) for a in layout.active]))
         self._step = torch.nn.Buffer(int32([0]))
         self._chosen, self._taken = (int32([0] * layout.total) for _ in range(2))
+        # How many of each layer's active chunks are drawn at random, and how many are chosen by score.
+        share = [self.explore * a for a in layout.active]
+        drawn = [round(s) if s >= 1 else int(s > 0 and a > 1) for s, a in zip(share, layout.active, strict=True)]
+        exploit = [a - d for a, d in zip(layout.active, drawn, strict=True)]
+        self._exploit, self._drawn, self._drawn_slots = int32(exploit), int32(drawn), layout.slots(exploit)
 
     # --- the interface ---
 
@@ -122,26 +127,14 @@ class Scheduler(torch.nn.Module):
     def _observe(self, places: torch.Tensor, norms: torch.Tensor) -> None:
         """``places``: positions among all chunks."""
 
-    def _top(self, scores: torch.Tensor | None, *, explore: bool = False) -> None:
-        """Fill ids by ``scores`` (at random without), a share of them at random if ``explore``."""
-        shared: dict[str, Any] = {"longest": self._longest, "step": self._step, "seed": self.seed}
-        if not explore or self.explore == 0:
-            top_chunks(scores, self.ids, self._starts, self._slots, self._active, chosen=self._chosen, **shared)
+    def _top(self, scores: torch.Tensor | None) -> None:
+        """Fill ids by ``scores``, and a share of them at random; all of them without ``scores``."""
+        how: dict[str, Any] = {"longest": self._longest, "step": self._step, "seed": self.seed, "chosen": self._chosen}
+        if scores is None or self.explore == 0:
+            top_chunks(scores, self.ids, self._starts, self._slots, self._active, **how)
             return
-        top_chunks(scores, self.ids, self._starts, self._slots, self._exploit, chosen=self._taken, **shared)
-        top_chunks(
-            None, self.ids, self._starts, self._rest_slots, self._rest, taken=self._taken, chosen=self._chosen, **shared
-        )
-
-    def _share_out(self) -> None:
-        """Decide how many of each layer's active chunks are chosen by score, and how many at random."""
-        rest = [
-            round(self.explore * a) if self.explore * a >= 1 else int(self.explore > 0 and a > 1)
-            for a in self.layout.active
-        ]
-        exploit = [a - r for a, r in zip(self.layout.active, rest, strict=True)]
-        self._exploit, self._rest = int32(exploit), int32(rest)
-        self._rest_slots = self.layout.slots(exploit)
+        top_chunks(scores, self.ids, self._starts, self._slots, self._exploit, **how | {"chosen": self._taken})
+        top_chunks(None, self.ids, self._starts, self._drawn_slots, self._drawn, taken=self._taken, **how)
 
 
 class RandomScheduler(Scheduler):
@@ -181,7 +174,6 @@ class EmaTopkScheduler(Scheduler):
         super().__init__(layout, seed=seed, explore=explore)
         self.decay = decay
         self._mean = torch.nn.Buffer(torch.full((layout.total,), torch.inf, dtype=torch.float32, device=runtime.DEVICE))
-        self._share_out()
 
     def _observe(self, places: torch.Tensor, norms: torch.Tensor) -> None:
         before = self._mean[places]
@@ -190,7 +182,7 @@ class EmaTopkScheduler(Scheduler):
         self._mean.index_copy_(0, places, after)
 
     def _select(self) -> None:
-        self._top(self._mean, explore=True)
+        self._top(self._mean)
 
 
 class KnnScheduler(Scheduler):
@@ -215,7 +207,6 @@ class KnnScheduler(Scheduler):
         self._norms, self._scores = torch.nn.Buffer(zeros), zeros.clone()
         self._seen = torch.nn.Buffer(int32([-1] * layout.total))
         self._features = torch.nn.Buffer(zeros.repeat(dims, 1))
-        self._share_out()
 
     def refresh(self, weights: Sequence[torch.Tensor], chunk_size: int) -> None:
         self._features.copy_(torch.cat(weight_features(weights, chunk_size, self.dims, self.seed), dim=1))
@@ -229,7 +220,7 @@ class KnnScheduler(Scheduler):
             self._features, self._norms, self._seen, self._step, self._starts,
             longest=self._longest, window=self.window, k=self.k, out=self._scores,
         )  # fmt: skip
-        self._top(self._scores, explore=True)
+        self._top(self._scores)
 
 
 class OracleScheduler(Scheduler):
@@ -239,7 +230,7 @@ class OracleScheduler(Scheduler):
     needs_dense = True
 
     def __init__(self, layout: Layout, *, seed: int = 0, explore: float = 0.0) -> None:
-        super().__init__(layout, seed=seed, explore=explore)
+        super().__init__(layout, seed=seed)  # there is nothing to explore
         self._norms = torch.nn.Buffer(torch.zeros(layout.total, dtype=torch.float32, device=runtime.DEVICE))
 
     def _observe(self, places: torch.Tensor, norms: torch.Tensor) -> None:

@@ -196,7 +196,8 @@ class CapturedStep:
         self.updates, self._micro = 0, 0
         self._loss, self._gradients, self._inputs = loss, KeptGradients(), FixedInputs()
         self._fingerprint, self._lrs = Fingerprint(), list[torch.Tensor]()
-        devices = dict.fromkeys(p.device for p in model.parameters())
+        # Pinned host memory is that of offloaded experts, which are copied as they are needed.
+        devices = dict.fromkeys(p.device for p in model.parameters() if not p.is_pinned())
         self._device = next((device for device in devices if device.type != "meta"), runtime.DEVICE)
         warm, patience = arguments.integer(op, "warm", warm, least=1), 8 * self.accumulate
         self._calls = CapturedCalls(op, warm=warm, capture=capture, device=self._device, patience=patience)
