@@ -220,6 +220,19 @@ def test_parameters_are_counted_without_bitsandbytes(tmp_path: Path, monkeypatch
         assert each.num_parameters(exclude_embeddings=True) < each.num_parameters()
 
 
+def test_a_loaded_model_goes_with_its_last_name(tmp_path: Path) -> None:
+    saved("olmoe", tmp_path)
+    model = load(tmp_path, NF4ExpertsConfig(block_size=32))
+    found = weakref.ref(model)
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert found() is None
+    finally:
+        gc.enable()
+
+
 def test_trainer_trains_what_was_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     saved("qwen3_moe", tmp_path / "dense", num_experts=3)

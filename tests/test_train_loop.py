@@ -97,6 +97,7 @@ def test_gpt_compiles_to_one_graph(device: torch.device) -> None:
         ({"chunk_size": 24}, r"chunk_size must be at least 16 and divide the width \(32\), got 24"),
         ({"sparse_layers": "none"}, "sparse_layers must be one of 'mlp', 'all', got 'none'"),
         ({"depth": 0}, "depth must be at least 1, got 0"),
+        ({"width": 512, "heads": 1}, "heads must have at most 256 features, or attention be 'torch', got 512"),
     ),
 )
 def test_a_bad_shape_is_refused(changes: dict[str, Any], message: str) -> None:

@@ -152,6 +152,10 @@ def test_what_is_no_scheduler() -> None:
         make_scheduler("best", LAYOUT)
     with pytest.raises(ValueError, match=r"explore must lie in \[0, 1\], got 2"):
         make_scheduler("knn", LAYOUT, explore=2)
+    with pytest.raises(ValueError, match=r"decay must lie in \[0, 1\), got 2"):
+        make_scheduler("ema_topk", LAYOUT, decay=2)
+    with pytest.raises(ValueError, match="k must be at least 1, got 0"):
+        make_scheduler("knn", LAYOUT, k=0)
 
 
 def test_round_robin_gives_everyone_a_turn() -> None:

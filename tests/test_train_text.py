@@ -48,6 +48,13 @@ def test_pythons_own_texts_and_their_split() -> None:
     assert held_out >= {name for name, _ in topics.split()[1].documents}
 
 
+def test_links_that_lead_nowhere_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here.py").write_text("a = 1\n")
+    (tmp_path / "gone.py").symlink_to(tmp_path / "nothing.py")
+    monkeypatch.setattr(text.sysconfig, "get_path", lambda name: str(tmp_path))
+    assert ("here.py", "a = 1\n") in Corpus.of("stdlib").documents
+
+
 def test_any_file(file: Path, tmp_path: Path) -> None:
     corpus = Corpus.of(file)
     assert "".join(part for _, part in corpus.documents).rstrip("\n") == TEXT

@@ -155,8 +155,9 @@ def windows_of(group: dist.ProcessGroup, device: torch.device) -> Windows | None
     """Return the windows of the group; ``None`` where its ranks cannot reach each other's memory. A collective, the first time."""
     if group not in _found:
         index = torch.cuda.current_device() if device.type == "cuda" else 0
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text()  # containers of several machines can have one name
-        about = (socket.gethostname(), boot, os.environ.get("CUDA_VISIBLE_DEVICES"), device.type)
+        boot = Path("/proc/sys/kernel/random/boot_id")  # containers of several machines can have one name
+        booted = boot.read_text() if boot.exists() else ""
+        about = (socket.gethostname(), booted, os.environ.get("CUDA_VISIBLE_DEVICES"), device.type)
         all_of: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(all_of, (about, index), group=group)
         reachable = len({about for about, _ in all_of}) == 1

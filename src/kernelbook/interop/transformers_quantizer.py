@@ -8,7 +8,7 @@ reads them as they are; both need this module to be imported, which :mod:`kernel
 
 import copy
 import dataclasses
-import types
+import weakref
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
@@ -91,7 +91,7 @@ class ExpertsQuantizer(HfQuantizer):
     def _loaded(model: Any) -> Any:
         # Who prepares a model for training in few bits asks for this name.
         model.is_loaded_in_4bit = True
-        model.num_parameters = types.MethodType(num_parameters, model)
+        model.num_parameters = _NumParameters(model)
         return model
 
     def _is_packed(self, model: Any, weights: Collection[str], packed: Collection[str]) -> bool:
@@ -112,13 +112,22 @@ class ExpertsQuantizer(HfQuantizer):
         return not dense
 
 
-def num_parameters(model: Any, *args: Any, **kwargs: Any) -> int:
-    """A loaded model's own: of one that ``is_loaded_in_4bit`` transformers' asks bitsandbytes."""
-    model.is_loaded_in_4bit = False
-    try:
-        return int(type(model).num_parameters(model, *args, **kwargs))
-    finally:
-        model.is_loaded_in_4bit = True
+class _NumParameters:
+    """A loaded model's ``num_parameters``: of one that ``is_loaded_in_4bit`` transformers' own asks bitsandbytes."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = weakref.ref(model)  # a model that refers to itself keeps its memory until the collector runs
+
+    def __reduce__(self) -> tuple[Any, ...]:  # of a copy, that of the copied model
+        return _NumParameters, (self._model(),)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> int:
+        model: Any = self._model()
+        model.is_loaded_in_4bit = False
+        try:
+            return int(type(model).num_parameters(model, *args, **kwargs))
+        finally:
+            model.is_loaded_in_4bit = True
 
 
 @register_quantizer(METHOD)
@@ -153,13 +162,9 @@ class NF4ExpertsQuantizer(ExpertsQuantizer):
         """
         if self.pre_quantized:
             return weight_conversions
-        found = []
-        for converter in weight_conversions:
-            found.append(copy.deepcopy(converter) if stacks_experts(converter) else converter)
-            if stacks_experts(converter):
-                found[
-                    -1
-                ].__class__ = _Streaming  # what a converter is made from is another in each version of transformers
+        found = [copy.deepcopy(one) if stacks_experts(one) else one for one in weight_conversions]
+        for converter in filter(stacks_experts, found):
+            converter.__class__ = _Streaming  # what it is made from is another in each version of transformers
         return found
 
     def _process_model_before_weight_loading(self, model: Any, **others: Any) -> None:

@@ -75,6 +75,10 @@ class GPTConfig:
             )
         for name, choices in (("attention", ATTENTION), ("activation", ACTIVATIONS), ("sparse_layers", ("mlp", "all"))):
             arguments.check_choice("GPTConfig", name, getattr(self, name), tuple(choices))
+        if self.attention == "kernelbook" and self.width > 256 * self.heads:
+            raise ValueError(
+                f"GPTConfig: heads must have at most 256 features, or attention be 'torch', got {self.width // self.heads}"
+            )
 
 
 class _Block(nn.Module):

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--parallel",
         choices=("ddp", "fsdp"),
-        help="on all ranks that torchrun has started: copies of the model (ddp), or parts of it (fsdp)",
+        help="on all ranks that torchrun has started: copies of the model (ddp), or parts of it (fsdp, with --inactive decay)",
     )
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     group = parser.add_argument_group("settings", "what --config says, changed (see kernelbook.train.TrainConfig)")

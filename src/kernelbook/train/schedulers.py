@@ -172,6 +172,8 @@ class EmaTopkScheduler(Scheduler):
 
     def __init__(self, layout: Layout, *, seed: int = 0, explore: float = 0.1, decay: float = 0.8) -> None:
         super().__init__(layout, seed=seed, explore=explore)
+        if not 0 <= decay < 1:
+            raise ValueError(f"Scheduler: decay must lie in [0, 1), got {decay!r}")
         self.decay = decay
         self._mean = torch.nn.Buffer(torch.full((layout.total,), torch.inf, dtype=torch.float32, device=runtime.DEVICE))
 
@@ -202,6 +204,8 @@ class KnnScheduler(Scheduler):
         self, layout: Layout, *, seed: int = 0, explore: float = 0.2, k: int = 4, window: int = 10, dims: int = 16
     ) -> None:
         super().__init__(layout, seed=seed, explore=explore)
+        for name, value in {"k": k, "window": window, "dims": dims}.items():
+            arguments.integer("Scheduler", name, value, least=int(name != "window"))
         self.k, self.window, self.dims = k, window, dims
         zeros = torch.zeros(layout.total, dtype=torch.float32, device=runtime.DEVICE)
         self._norms, self._scores = torch.nn.Buffer(zeros), zeros.clone()

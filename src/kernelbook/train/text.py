@@ -82,7 +82,7 @@ def _sources() -> Iterable[tuple[str, str]]:
     for folder, folders, files in os.walk(root):
         folders[:] = sorted(f for f in folders if f not in LEFT_OUT and not f.startswith("config-"))
         for path in (Path(folder, file) for file in files if file.endswith(".py")):
-            with contextlib.suppress(UnicodeDecodeError):
+            with contextlib.suppress(UnicodeDecodeError, OSError):  # a link that leads nowhere
                 text = path.read_text(encoding="utf-8")
                 if text.strip():
                     yield path.relative_to(root).as_posix(), text
