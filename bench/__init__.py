@@ -18,6 +18,7 @@ import torch
 
 from bench import baselines
 from kernelbook import runtime
+from kernelbook.cases import FUNCTIONS
 from kernelbook.lab import record, timing
 from kernelbook.lab.timing import Case
 
@@ -41,8 +42,8 @@ __all__ = [
 
 Tensors = Sequence[torch.Tensor]
 Calls = dict[str, Callable[[], Tensors]]
-# The rooms: each is a package of this name.
-ROOMS = ("attention", "layer_norm", "moe_lora", "nf4", "scatter_ffn", "sparse_linear")
+# The rooms: each is a package of this name. What `packed` has is measured with the others.
+ROOMS = tuple(sorted(set(FUNCTIONS) - {"packed"}))
 CASE_BY_CASE = (*ROOMS, "moe_block")
 # Those beyond have tables and a clock of their own.
 NAMES = (*CASE_BY_CASE, "host", "several_gpus", "whole_model", "same_loss", "sparse_inference", "sparse_training")

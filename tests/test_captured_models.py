@@ -267,6 +267,15 @@ def test_the_loss_in_pieces_takes_what_the_models_own_takes(keywords: str) -> No
         interop.loss_in_pieces(model, ids, ids, logits_to_keep=3)
 
 
+def test_the_first_loss_in_pieces_under_autocast_has_all_gradients() -> None:
+    model = llama().train()
+    [batch] = data(1, 9)
+    with torch.autocast(runtime.DEVICE.type, torch.bfloat16):
+        interop.loss_in_pieces(model, **batch).backward()
+    assert all(p.grad is not None and p.grad.any() for p in model.model.layers.parameters())
+    assert model.lm_head.weight.grad.any()
+
+
 OTHER_LOGITS: dict[str, tuple[str, dict[str, Any]]] = {
     "soft cap": ("Gemma2", {"final_logit_softcapping": 0.7, "head_dim": 8}),
     "divided": ("Granite", {"logits_scaling": 4.0}),
@@ -387,6 +396,22 @@ def test_a_captured_trainer_is_resumed(tmp_path: Path) -> None:
     again = trained(interop.CapturedTrainer, saved.parent, on_kernels("llama"), resume=str(saved))
     assert len(again.calls) == 2
     assert logged(again, "loss") == logged(whole, "loss")
+
+
+@pytest.mark.gpu
+def test_a_trainer_that_cannot_be_captured_goes_on(tmp_path: Path) -> None:
+    class Counting(interop.CapturedTrainer):  # type: ignore[misc]
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            found = super().compute_loss(model, inputs, *args, **kwargs)
+            assert float(found) > 0
+            return found
+
+    with pytest.warns(
+        UserWarning, match=r"CapturedTrainer: goes on .*test_captured_models.py.*assert float\(found\) > 0"
+    ):
+        ours = trained(Counting, tmp_path / "a", on_kernels("llama"))
+    theirs = trained(transformers.Trainer, tmp_path / "b", on_kernels("llama"))
+    assert logged(ours, "loss") == logged(theirs, "loss")
 
 
 def noisy(kind: str) -> Any:
@@ -654,6 +679,24 @@ def test_windows_are_decoded_in_a_graph(kind: str, attention: str) -> None:
     windows = [layer for layer in cache.layers if layer.is_sliding]
     assert {type(layer).__name__ for layer in windows} == {"StaticSlidingWindowLayer"}
     assert {layer.cumulative_length_int for layer in windows} == {5}
+
+
+def test_windows_without_masks_or_positions_are_decoded_from_python() -> None:
+    """The model would make them by counts of Python's, and a graph would repeat these."""
+    model = interop.fast_generate(windowed("mistral"))
+    graphs, ids = model.get_compiled_call, tokens(1, 1)
+    positions = torch.ones(1, 1, dtype=torch.int64, device=runtime.DEVICE)
+    layer = transformers.cache_utils.StaticSlidingWindowLayer(max_cache_len=16, sliding_window=4)
+    assert "no positions" in str(graphs._unknown({"input_ids": ids}, [layer]))
+    given = {"input_ids": ids, "position_ids": positions}
+    assert "no mask" in str(graphs._unknown(given, [layer]))
+    for mask in ({"sliding_attention": None}, torch.ones(1, 1, 1, 4, device=runtime.DEVICE)):
+        assert graphs._unknown(given | {"attention_mask": mask}, [layer]) is None
+    assert "no mask" in str(graphs._unknown(given | {"attention_mask": ids}, [layer]))
+    layer.cumulative_length_int = 3
+    assert graphs._unknown(given, [layer]) is None
+    model.config.attention_chunk_size = 4
+    assert "no mask" in str(graphs._unknown(given, [layer]))
 
 
 def test_a_model_that_generate_would_not_compile_stays_as_it_is() -> None:

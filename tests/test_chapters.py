@@ -56,6 +56,23 @@ def test_a_chapter_finds_the_book_from_any_folder(path: Path) -> None:
     ]
 
 
+WORDS = 2_800  # of prose in a chapter, without exercises, listings, tables and formulas
+CODE_FENCE = re.compile(
+    r"^(`{3,})(?:\{(?:literalinclude|include|figure|instrument|code-cell)\}|\w+).*?^\1$", re.MULTILINE | re.DOTALL
+)
+
+
+@pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem)
+def test_a_chapter_is_short(path: Path) -> None:
+    cells = nbformat.read(path, as_version=4).cells
+    text = "\n\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+    text = CODE_FENCE.sub("", re.split(r"^## Exercises", text, flags=re.MULTILINE)[0])
+    text = re.sub(r"\$\$.*?\$\$(?: \(.*?\))?", "", text, flags=re.DOTALL)
+    text = re.sub(r"^(\|.*\||`{3,}.*|:[\w-]+:.*|\([\w-]+\)=)$", "", text, flags=re.MULTILINE)
+    words = re.sub(r"\$[^$\n]+\$|`[^`\n]+`", "x", re.sub(r"\]\(http[^)]*\)", "]", text))
+    assert len(re.findall(r"\w[\w'.,-]*", words)) <= WORDS, "split it"
+
+
 def open_cells(path: Path) -> str:
     """What stands open on a chapter's page before its exercises, as a script; what only puts a figure into the text is left out."""
     parts = []

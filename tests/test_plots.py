@@ -107,33 +107,10 @@ def test_roofline_figure_has_its_ridge_where_the_ceilings_meet() -> None:
     assert texts == ["copy: 4000 GB/s", "bf16 matmul: 700 TFLOP/s", "vector add", "matmul"]
 
 
-def test_a_provider_keeps_its_colour() -> None:
-    some = plots.provider_style(["torch", "liger", "kernelbook", "kernelbook:locks"])
-    other = plots.provider_style(["kernelbook", "torch"])
-    assert all(some[name] == other[name] for name in other)
-    assert some["kernelbook"]["color"] == some["kernelbook:locks"]["color"] != some["liger"]["color"]
-    assert len({style["color"] for style in some.values()}) == 3
-
-
-def test_titles_and_legends_from_elsewhere_get_the_style_of_the_book() -> None:
-    figure, (ax,) = plots.new_figure()
-    ax.plot([1, 2], label="line")
-    ax.set_title("a title", loc="center")
-    ax.legend(frameon=True)
-    plots.finish(figure, rows())
-    assert (ax.get_title("center"), ax.get_title("left")) == ("", "a title")
-    assert not ax.get_legend().get_frame_on()
-
-
 def _figure(gpu: str) -> Figure:
     figure, (ax,) = plots.new_figure()
     ax.set_title(gpu)
     return plots.finish(figure)
-
-
-def test_with_one_gpu_a_figure_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record, "recorded_gpus", lambda *stems: ["nvidia-h200"])
-    assert isinstance(plots.by_gpu("layer_norm", _figure), Figure)
 
 
 def test_several_gpus_come_under_tabs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,17 +197,6 @@ def test_ladder_compares_each_step_with_the_best_before_and_puts_peers_last() ->
     turn = turn.assign(run="r", x=1, gbytes=0.2, gflop=20.0)
     table = plots.ladder(turn, ceilings)
     assert [line.split("|")[4].strip() for line in table.splitlines()[2:]] == ["", "0.50", "2.00"]
-
-
-def test_points_that_are_far_apart_are_not_joined_by_a_line() -> None:
-    rows = pd.DataFrame(
-        {"provider": ["kernelbook"] * 7 + ["peer"] * 2, "x": [*range(1, 8), 1, 7], "ms": 1.0, "run": "r"}
-    )
-    rows = rows.assign(gbytes=1.0, gflop=1.0, x_name="N")
-    _, (ax,) = plots.new_figure()
-    plots.bandwidth_figure(rows, ax=ax)
-    looks = {line.get_label(): line.get_linestyle() for line in ax.lines}
-    assert looks["kernelbook"] == "-" and looks["peer"] == "None"
 
 
 def test_steps_come_from_their_file_and_say_when_they_are_not_recorded(

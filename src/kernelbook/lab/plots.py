@@ -48,6 +48,7 @@ __all__ = [
     "steps",
     "steps_figure",
     "tabs",
+    "timeline",
     "with_records",
 ]
 
@@ -600,6 +601,34 @@ def roofline_figure(ceilings: pd.DataFrame, intensities: Mapping[str, float]) ->
 
 
 BOUNDS = {"bytes": (BLUE, "o"), "products": (ORANGE, "D"), "launch": (GREY, "s")}
+
+
+def timeline(stem: str, drawn: range, title: str) -> tuple[Figure, pd.Series, float]:
+    """Draws when the warps of a program waited and worked, by the SM's clock.
+
+    Args:
+        stem: of the file in the results: ``<stem>_timeline.csv``.
+        drawn: the steps of a loop that the figure shows.
+
+    Returns:
+        The figure; the median cycles that the first of its partitions spent a step, by what it did; those of a whole step.
+    """
+    rows = pd.read_csv(record.results_dir() / record.BOOKS_GPU / f"{stem}_timeline.csv")
+    rows["cycles"] = rows["end"] - rows["begin"]
+    own = rows.loc[rows["partition"] == rows["partition"].iloc[0]]
+    rows = rows.loc[rows["step"].isin(drawn)]
+    figure, (ax,) = new_figure(height=2.2)
+    colors = {"wait": GREY, "softmax": ORANGE, "store": ORANGE}
+    for what, part in rows.groupby("what"):
+        left = part["begin"] - rows["begin"].min()
+        ax.barh(part["partition"], part["cycles"], left=left, height=0.6, color=colors.get(str(what).split()[0], BLUE))
+    ax.set_xlabel("cycles")
+    ax.set_title(title)
+    return (
+        finish(figure),
+        own.groupby("what")["cycles"].median(),
+        float(own.groupby("step")["begin"].min().diff().median()),
+    )
 
 
 @_styled
