@@ -41,6 +41,7 @@ SAID = [  # what the table says: function, mode, the shapes, the peer, and the m
     ("sparse_linear", "backward", "", "dense", FASTER),
     ("nf4_matmul", "forward", "tokens=1$", "dense", FASTER),
     ("nf4_matmul", "forward", "tokens=(?:32|64)$", "dense", SLOWER),
+    ("nf4_matmul", "forward", "format=mxfp4 tokens=(?:16|32|64|128)$", "humming", SLOWER),
 ]
 
 

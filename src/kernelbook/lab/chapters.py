@@ -26,6 +26,7 @@ __all__ = [
     "exercise",
     "in_words",
     "keep_counts",
+    "microseconds",
     "own_rows",
     "problem",
     "step_case",
@@ -155,6 +156,21 @@ def keep_counts(stem: str, rows: Iterable[Mapping[str, Any]], key: tuple[str, ..
     run, about = record.new_run(), record.environment(stem)
     table = pd.DataFrame([{"run": run, **row, **about} for row in rows])
     record.write_results(record.results_dir() / record.device_slug() / f"{stem}.csv", table, key=key)
+
+
+def microseconds(stem: str, pattern: str) -> pd.DataFrame:
+    """Recorded times of the shapes that ``pattern`` matches: a row for what its groups find there and each x, a column a provider.
+
+    What a group ``provider`` finds takes the place of ``kernelbook``.
+    """
+    rows = record.load_results(stem)
+    parts = rows["shape"].str.extract(pattern).dropna()
+    rows = rows.loc[parts.index]
+    ours = parts.pop("provider") if "provider" in parts else rows["provider"]
+    parts[rows["x_name"].iloc[0]] = rows["x"].astype(int)
+    index = [*parts.columns]
+    parts["us"], parts["of"] = 1e3 * rows["ms"], rows["provider"].where(rows["provider"] != "kernelbook", ours)
+    return parts.pivot_table("us", index, "of", "median", sort=False)
 
 
 def sweep(
