@@ -43,22 +43,6 @@ def labels(figure: plots.Figure) -> list[str]:
     return [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
 
 
-def test_provenance_is_read_from_the_rows() -> None:
-    assert plots.provenance(rows()) == "NVIDIA H200 · torch 2.11.0 · triton 3.6.0"
-    assert plots.provenance(rows(), rows("r2", torch="2.13.0")) == "NVIDIA H200 · torch 2.11.0, 2.13.0 · triton 3.6.0"
-
-
-def test_bands_go_from_the_20th_to_the_80th_percentile() -> None:
-    figure = plots.bandwidth_figure(rows(ms_p20=0.8, ms_p80=1.25))
-    (band,) = figure.axes[0].collections
-    heights = [round(y) for x, y in band.get_paths()[0].vertices if x == 1024]
-    assert {min(heights), max(heights)} == {800, 1250}  # 1,000 GB/s at the median
-    assert "20th to the 80th percentile" in figure.get_supxlabel()
-    faster = plots.speedup_figure(pd.concat([rows(ms_p20=0.8, ms_p80=1.25), rows(provider="torch", ms=2.0)]), "torch")
-    heights = [round(y, 2) for x, y in faster.axes[0].collections[0].get_paths()[0].vertices if x == 1024]
-    assert {min(heights), max(heights)} == {1.6, 2.5}
-
-
 def test_bandwidth_figure_draws_the_ceiling_of_the_same_run_only() -> None:
     both = pd.concat([ceilings("r1", 4000.0), ceilings("other", 9000.0)])
     figure = plots.bandwidth_figure(pd.concat([rows(), rows(provider="torch", ms=2.0)]), both, own=rows("mine"))
@@ -96,15 +80,6 @@ def test_share_figure_has_a_line_for_each_function_and_pass_and_a_dot_for_each_p
     assert drawn == [("o", 0, 0.25), ("o", 0, 0.25), ("|", 0, 0.25), ("D", 1, 1000), ("D", 1, 250), ("|", 1, 625)]
     assert list(ax.lines[-1].get_xdata()) == [measured.NEAR] * 2
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["bytes", "products", "launch", "median"]
-
-
-def test_roofline_figure_has_its_ridge_where_the_ceilings_meet() -> None:
-    figure = plots.roofline_figure(ceilings(), {"vector add": 0.1, "matmul": 2000.0})
-    roof = figure.axes[0].lines[1]
-    assert roof.get_xdata()[1] == pytest.approx(700e3 / 4000)
-    assert roof.get_ydata()[1] == 700.0
-    texts = [text.get_text() for text in figure.axes[0].texts]
-    assert texts == ["copy: 4000 GB/s", "bf16 matmul: 700 TFLOP/s", "vector add", "matmul"]
 
 
 def _figure(gpu: str) -> Figure:
