@@ -75,8 +75,9 @@ def test_a_mistake_is_found_whatever_is_drawn(name: str, tmp_path: Path) -> None
     (tmp_path / "mistake.py").write_text(_as_written_wrong(name))
     for seed in (11, 12):
         found = judge(tmp_path / "mistake.py", MISTAKES[name][0], gpu=False, seed=seed)
-        assert not found.right
-        assert str(found) == str(judge(tmp_path / "mistake.py", MISTAKES[name][0], gpu=False, seed=seed))
+        again = judge(tmp_path / "mistake.py", MISTAKES[name][0], gpu=False, seed=seed)
+        assert not found.right  # what lies how far before an address is another process's business
+        assert str(found).partition("out of bounds")[0] == str(again).partition("out of bounds")[0]
 
 
 @pytest.mark.parametrize("name", _tasks_of(CHEATS))

@@ -562,7 +562,7 @@ def test_bad_settings() -> None:
         ({"down_lora": LoRAPair(None, pair[1])}, "down_lora.a must be a torch.Tensor, got NoneType"),  # type: ignore
         ({"gate_up_bias": "bias"}, "gate_up_bias must be a torch.Tensor, got str"),
         ({"activation": "tanh"}, "activation must be one of 'silu', 'gelu', 'relu', 'swigluoai', got 'tanh'"),
-        ({"active": "some"}, "active must be one of 'auto', 'all', 'bound', 'count', got 'some'"),
+        ({"active": "some"}, "active must be one of 'auto', 'all', 'bound', got 'some'"),
         ({"expert_ids": ids[:8]}, r"expert_ids must have shape \(9, k\), got \(8, 2\)"),
     )
     for change, message in changes:

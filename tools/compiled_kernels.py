@@ -94,11 +94,6 @@ for counts in ((96, 32, 128, 32), (4096,)):
     layout = train.Layout.of_fraction(counts, 0.1)
     for name in ("random", "ema_topk", "knn"):
         train.make_scheduler(name, layout).select()
-from bench.sparse_inference import Predictor
-for neurons in (4096, 16384):
-    predictor = Predictor(64, neurons, 16, count=600).to(torch.bfloat16)
-    for tokens in (1, 8):
-        predictor(torch.empty(tokens, 1, 64, dtype=torch.bfloat16))
 rows = torch.arange(64)
 for inactive in ("skip", "decay"):
     for shape in ((8192, 2048), (2048,), (96, 40)):

@@ -69,6 +69,10 @@ def attention_mask(**asked: Any) -> torch.Tensor | None:
     return stated if stated is None or isinstance(stated, torch.Tensor) else sdpa_mask(**asked)
 
 
+def _captured() -> bool:
+    return runtime.DEVICE.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def _stated(
     *,
     batch_size: int,
@@ -86,8 +90,7 @@ def _stated(
 ) -> torch.Tensor | bool | None:
     """The mask as a statement; False where it has to be made."""
     compiling = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
-    capturing = runtime.DEVICE.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    tracing = compiling or capturing
+    tracing = compiling or _captured()
     static = isinstance(q_offset, torch.Tensor)
     number, packed = _packed(mask_function) if not compiling else (None, None)
     if number is not None and attention_mask is None and q_length == kv_length and not static and not q_offset:
