@@ -129,7 +129,6 @@ FEW = (1, 3, 8, 40)  # elements: scalars, biases of routers, sinks
 
 @pytest.mark.parametrize("count", (*FEW, 64, 5000))
 def test_the_floor_of_few_numbers_is_higher(count: int) -> None:
-    """An expanded input makes the same few numbers many."""
     ref = torch.arange(1.0, count + 1, dtype=torch.float64)
     for share, passes in ((0.98, True), (1.02, False)):
         out = ref * (1 + share * check.FLOOR[torch.float64] * max(1, 8 / math.sqrt(count)))

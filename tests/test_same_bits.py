@@ -65,6 +65,8 @@ def test_the_mode_belongs_to_a_thread_and_a_task() -> None:
     with pytest.raises(ZeroDivisionError), kb.same_bits():
         raise ZeroDivisionError
     assert seen == [True] * 6 and not runtime.in_same_bits() and not runtime.properties().same_bits
+    with pytest.raises(TypeError, match="same_bits: enabled must be a bool, got int"), kb.same_bits(1):  # type: ignore[arg-type]
+        pass
 
 
 def test_nothing_is_autotuned_in_the_mode(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,8 +171,7 @@ class Launch:
 
         Args:
             grid: numbers of programs.
-            args: the kernel's first parameters, in order: tensors, numbers, ``None``, :class:`Descriptor`, and tuples of a
-                tensor and its strides, each a NamedTuple that the kernel knows.
+            args: the kernel's first parameters: tensors, numbers, ``None``, :class:`Descriptor`, NamedTuples of a tensor and strides.
         """
         if not _CALLS_COMPILED or self.kernel.pre_run_hooks or _is_watched():
             self._by_triton(grid, args)

@@ -329,7 +329,12 @@ def same_bits(enabled: bool = True) -> Iterator[None]:
 
     Args:
         enabled: ``False`` leaves the mode within a context that is in it.
+
+    Raises:
+        TypeError: ``enabled`` is not a bool.
     """
+    if not isinstance(enabled, bool):
+        raise TypeError(f"same_bits: enabled must be a bool, got {type(enabled).__name__}")
     token = _same_bits.set(enabled)
     try:
         yield

@@ -197,7 +197,7 @@ class CapturedStep:
         self._loss, self._gradients, self._inputs = loss, KeptGradients(), FixedInputs()
         self._fingerprint, self._lrs = Fingerprint(), list[torch.Tensor]()
         # Pinned host memory is that of offloaded experts, which are copied as they are needed.
-        devices = dict.fromkeys(p.device for p in model.parameters() if not p.is_pinned())
+        devices = dict.fromkeys(p.device for p in model.parameters() if p.device.type != "cpu" or not p.is_pinned())
         self._device = next((device for device in devices if device.type != "meta"), runtime.DEVICE)
         warm, patience = arguments.integer(op, "warm", warm, least=1), 8 * self.accumulate
         self._calls = CapturedCalls(op, warm=warm, capture=capture, device=self._device, patience=patience)
