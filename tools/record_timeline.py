@@ -142,7 +142,7 @@ def main(arguments: list[str]) -> int:
         arguments
     )
     for stem, measured in (("gluon", matmul_spans), ("attention", attention_spans)):
-        table = measured()
+        table = measured().assign(**record.environment(f"{stem}_timeline"))
         path = record.results_dir() / record.device_slug() / f"{stem}_timeline.csv"
         table.to_csv(path, index=False, lineterminator="\n")
         cycles = (table["end"] - table["begin"]).groupby([table["partition"], table["what"]]).median()

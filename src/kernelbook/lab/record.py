@@ -204,8 +204,8 @@ def _read(stem: str, gpu: str) -> pd.DataFrame:
         rows = pd.read_json(path.with_suffix(".jsonl"), lines=True, dtype=False)
     if "ms" in rows:
         rows["gbs"], rows["tflops"] = rows["gbytes"] / rows["ms"] * 1e3, rows["gflop"] / rows["ms"]
-    ops = rows["op"] if "op" in rows else [""] * len(rows)
-    rows["state"] = [stale.state(kernels, stem, str(op)) for kernels, op in zip(rows["kernels"], ops, strict=True)]
+    ops, hashes = (rows[name] if name in rows else [""] * len(rows) for name in ("op", "kernels"))
+    rows["state"] = [stale.state(kernels, stem, str(op)) for kernels, op in zip(hashes, ops, strict=True)]
     return rows
 
 
