@@ -131,7 +131,7 @@ def _send(
     of_message = torch.empty_like(places)
     if tokens == 0:
         return of_message
-    launch = _launch("_send_kernel", **_sizes(top_k, hidden))
+    launch = _launch("_send_kernel", HAS_IDS=True, **_sizes(top_k, hidden))
     rows, weights, local = _bits(message.rows), _bits(message.weights), message.ids
     launch(
         (tokens,), _bits(x), _bits(gates), ids, places, firsts, counts, of_message, rows, rows.stride(0), weights, weights.stride(0),
@@ -183,8 +183,9 @@ def _spread(items: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> No
     """rows[places[i, j]] = items[i]."""
     (count, width), hidden = places.shape, items.shape[1]
     if count:
-        launch = _launch("_spread_kernel", BLOCK_H=_block(hidden))
-        launch((count,), _bits(items), items.stride(0), places, _bits(rows), rows.stride(0), width, hidden)
+        launch = _launch("_send_kernel", HAS_IDS=False, **_sizes(1, hidden))
+        message = _bits(rows), rows.stride(0), None, 0, None, 0
+        launch((count,), _bits(items), None, None, places, None, None, None, *message, 0, 0, width, hidden)
 
 
 def _own(message: _Message, first: int, own: int, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
