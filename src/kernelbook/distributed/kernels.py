@@ -8,7 +8,6 @@ experts there, a *pair*.
     send      one program a token: its message, once for each rank that it visits; or an item: its row to each of its places
     arrive    one program a message: a row, a weight and an id for each of its pairs
     combine   one program an item: the sum of its rows; with weights their gradients travel along
-    own       elementwise: which slots of everybody's tokens are for this rank's experts
 
 and between ranks that share memory (:mod:`kernelbook.distributed.windows`), where a row's place is known to its sender:
 
@@ -169,23 +168,6 @@ def _combine_kernel(
             place = tl.load(places_ptr + item * width + offs_k, mask=mask_k, other=-1).to(tl.int64)
             found = tl.load(weights_ptr + place * stride_w, mask=place >= 0, other=0)
         tl.store(out_weights_ptr + item * stride_u + offs_k, found, mask=mask_k)
-
-
-@triton.jit(do_not_specialize=["N", "first", "own", "E"])
-def _own_kernel(
-    weights_ptr, stride_w, ids_ptr, stride_i,  # (rows, k) of everybody's tokens
-    own_weights_ptr, own_ids_ptr,  # (rows, k) out, contiguous; ids from this rank's first expert on, or own to skip
-    N, first, own, E,
-    k: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    row, slot, mask = offs // k, offs % k, offs < N
-    ids = tl.load(ids_ptr + row * stride_i + slot, mask=mask, other=-1)
-    local = ids - first
-    mine = (local >= 0) & (local < own) & (ids < E)
-    tl.store(own_ids_ptr + offs, tl.where(mine, local, own), mask=mask)
-    weights = tl.load(weights_ptr + row * stride_w + slot, mask=mask, other=0)
-    tl.store(own_weights_ptr + offs, weights, mask=mask)
 
 
 @triton.jit
