@@ -70,11 +70,12 @@ def _places_kernel(
 @triton.jit(do_not_specialize=["E", "share", "width"])
 def _send_kernel(
     x_ptr,  # (T, H)
-    gates_ptr, ids_ptr,  # (T, k), if HAS_IDS, as what else is of the message
-    places_ptr,  # (T, width) rows of each item, or -1; if HAS_IDS of _places_kernel, a column a rank, as
-    firsts_ptr, counts_ptr,
-    message_ptr,  # (T, width) out: row of the message, or -1; not written over places, which other warps may still read
-    rows_ptr, stride_r, weights_ptr, stride_w, locals_ptr, stride_l,  # the message's three parts; firsts behind the ids
+    gates_ptr, ids_ptr,  # (T, k), if HAS_IDS
+    places_ptr,  # (T, width) rows where a token goes, or -1; if HAS_IDS a column a rank, counted from its first
+    firsts_ptr, counts_ptr,  # of _places_kernel, if HAS_IDS
+    message_ptr,  # (T, n) out, if HAS_IDS: row of the message, or -1; not written over places, which other warps may still read
+    rows_ptr, stride_r,  # (rows, H)
+    weights_ptr, stride_w, locals_ptr, stride_l,  # the message's other parts, if HAS_IDS; firsts behind the ids
     E, share, width, H,
     HAS_IDS: tl.constexpr, k: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
