@@ -296,17 +296,18 @@ def _moe_lora_fwd_rows_kernel(
     scales = absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, code_ptr
     if expert >= 0:
         if expert == E:
-            mask_m = tl.arange(0, BLOCK_M) < rows
-            positions = (first + tl.arange(0, BLOCK_M)).to(tl.int64)
-            y_rows = positions if Y_GROUPED else tl.load(routing_ptr + positions, mask=mask_m, other=0).to(tl.int64)
+            positions = first + tl.minimum(tl.arange(0, BLOCK_M), rows - 1)
+            y_rows = positions if Y_GROUPED else tl.load(routing_ptr + positions)
+            y_rows = y_rows.to(tl.int64)
             offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+            mask_m = tl.arange(0, BLOCK_M) < rows
             y_ptrs = y_ptr + y_rows[:, None] * N + offs_n[None, :]
             zeros = tl.zeros((BLOCK_M, BLOCK_N), y_ptr.dtype.element_ty)
             tl.store(y_ptrs, zeros, mask=mask_m[:, None] & (offs_n < N)[None, :])
             if a_ptr is not None and u_ptr is not None:  # noqa: SIM102
                 if pid_n == 0:
                     offs_r = tl.arange(0, padded_rank(r))
-                    u_ptrs = u_ptr + positions[:, None] * padded_rank(r) + offs_r[None, :]
+                    u_ptrs = u_ptr + positions.to(tl.int64)[:, None] * padded_rank(r) + offs_r[None, :]
                     no_u = tl.zeros((BLOCK_M, padded_rank(r)), u_ptr.dtype.element_ty)
                     tl.store(u_ptrs, no_u, mask=mask_m[:, None])
         elif SMALL_M < BLOCK_M and rows <= SMALL_M:
