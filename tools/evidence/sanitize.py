@@ -9,7 +9,6 @@ dtype. A call in which a tool ends the process, or that takes longer than a minu
 """
 
 import argparse
-import ast
 import contextlib
 import datetime
 import functools
@@ -27,11 +26,11 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE, EVIDENCE = ROOT / "src" / "kernelbook", ROOT / "book" / "evidence"
-sys.path.append(str(ROOT / "tests"))
 
 import kernelbook  # noqa: E402, F401  # before Triton, which it sets up
 
@@ -46,7 +45,9 @@ from kernelbook.lab import record, stale  # noqa: E402
 TOOLS = ("racecheck", "memcheck", "synccheck", "initcheck")
 BY_HAND = ("train", "distributed")  # rooms without cases
 NO_PROMISE = ("layer_norm_with_locks", "scatter_ffn_with_atomics")  # their sums come in any order
-REPEATS, PATIENCE = 250, 60  # seconds for a call
+REPEATS, PATIENCE = 250, 75  # seconds for a call
+JIT = r"^@(?:triton|gluon)\.jit.*\n(?:@.*\n)*def (\w+_kernel)\("
+ON_GPU = runtime.DEVICE.type == "cuda"
 Call = Callable[[], Sequence[torch.Tensor]]
 
 # --- the calls ------------------------------------------------------------------------------------------------------
@@ -54,11 +55,8 @@ Call = Callable[[], Sequence[torch.Tensor]]
 
 def every_kernel() -> set[str]:
     """The names of the library's kernels, by reading it."""
-    nodes: list[Any] = [
-        node for path in PACKAGE.rglob("*.py") if "lab" not in path.parts for node in ast.parse(path.read_text()).body
-    ]
-    jits = [n for n in nodes if any("jit" in ast.unparse(d) for d in getattr(n, "decorator_list", ()))]
-    return {node.name for node in jits if node.name.endswith("_kernel")}
+    texts = [path.read_text() for path in PACKAGE.glob("*/*.py") if path.parent.name != "lab"]
+    return {name for text in texts for name in re.findall(JIT, text, re.MULTILINE)}
 
 
 def of_cases(room: str) -> list[tuple[str, Case, dict[str, Any]]]:
@@ -123,19 +121,48 @@ def of_training() -> Iterator[tuple[str, Call]]:
 
 
 def of_ranks() -> Iterator[tuple[str, Call]]:
-    import ranks_in_one_process as ranks
+    """What is done between collectives, with all ranks' rows in the memory of one."""
+    from kernelbook.distributed import exchange, windows
 
-    from kernelbook.distributed import exchange
+    tokens, hidden, slots, experts, share, ranks, size = 20, 200, 3, 7, 3, 3, 2**16
+    x, grad = torch.randn(2, tokens, hidden, device=runtime.DEVICE)
+    gates = torch.rand(tokens, slots, device=runtime.DEVICE)
+    ids = torch.rand(tokens, experts, device=runtime.DEVICE).argsort(1)[:, :slots].to(torch.int32)
 
-    device = runtime.DEVICE
-    xs, grads = ([torch.randn(5, 200, device=device) for _ in range(3)] for _ in range(2))
-    gates = [torch.rand(5, 3, device=device) for _ in range(3)]
-    ids = [torch.rand(5, 7, device=device).argsort(1)[:, :3].to(torch.int32) for _ in range(3)]
-    for way in (ranks.by_messages, ranks.by_windows):
-        yield f"three ranks {way.__name__}", lambda way=way: tree_leaves(way(xs, gates, ids, grads, 7, 3))
-    message = exchange._Message.empty(20, xs[0], gates[0])
-    message.whole.zero_()
-    yield "ids and weights of one rank", lambda: tree_leaves(exchange._own(message, 3, 3, 7))
+    def by_messages() -> list[torch.Tensor]:
+        counts = torch.empty(ranks, 2, dtype=torch.int32, device=x.device)
+        places, firsts = exchange._place(ids, experts, share, ranks, counts)
+        rows, pairs = counts.sum(0).tolist()
+        message = exchange._Message.empty(rows, x, gates)
+        sent = exchange._send(message, x, gates, ids, places, firsts, counts, experts, share)
+        arrived, weights, _, of_slots = exchange._arrive(message, counts, pairs)
+        out, spread, dx, dgates = (
+            torch.empty_like(message.rows),
+            torch.empty_like(arrived),
+            *map(torch.empty_like, (x, gates)),
+        )
+        exchange._combine(arrived, of_slots, out)
+        exchange._spread(out, of_slots, spread)
+        exchange._combine(arrived, of_slots, message.rows, weights, message.weights)
+        exchange._combine(message.rows, sent, dx, message.weights, dgates, ids, share, experts)
+        return [out, spread, dx, dgates, *exchange._own(message, share, share, experts)]
+
+    memory = torch.zeros(2 * size, dtype=torch.uint8, device=x.device)
+    begin = torch.tensor([memory.data_ptr()], device=x.device)
+    alone = SimpleNamespace(
+        rank=0, ranks=1, size=size, memory=memory, addresses=(begin, begin + size), barrier=lambda: None
+    )
+    alone.ensure, alone.max_tokens_over_ranks = lambda _: None, int
+    alone.view = functools.partial(windows.Windows.view, alone)
+    leaves = [x.requires_grad_(), gates.requires_grad_()]
+
+    def by_windows() -> list[torch.Tensor]:
+        plan = windows._WindowDispatchPlan(alone, ids, experts, experts)
+        y = exchange.through(lambda rows, _, weights: rows * weights.sum(1, keepdim=True), *leaves, plan)
+        return [y, *torch.autograd.grad(y, leaves, grad)]
+
+    yield "by messages", torch.no_grad()(by_messages)
+    yield "by windows", by_windows
 
 
 def calls(room: str) -> list[tuple[str, Callable[[], Call]]]:
@@ -144,14 +171,9 @@ def calls(room: str) -> list[tuple[str, Callable[[], Call]]]:
         return [(name, lambda call=call: call) for name, call in (of_training() if room == "train" else of_ranks())]
     found = []
     for name, case, sizes in of_cases(room):
-        told = {"within": getattr(sizes.get("within"), "__name__", ""), "lie": "apart" if "lie" in sizes else ""}
-        told = {k: v for k, v in (sizes | told).items() if v not in ("", None)}
-        options = " ".join(
-            f"{k}={str(v).removeprefix('torch.')}" for k, v in told.items() if not isinstance(v, torch.Tensor)
-        )
-        found.append(
-            (f"{name}{' (no promise)' * (name in NO_PROMISE)} {options}", functools.partial(called, case, sizes))
-        )
+        told = [f"{k}={getattr(v, '__name__', v)}" for k, v in sizes.items() if k != "lie" and not torch.is_tensor(v)]
+        label = " ".join([name, *["(no promise)"] * (name in NO_PROMISE), *["apart"] * ("lie" in sizes), *told])
+        found.append((label.replace("torch.", ""), functools.partial(called, case, sizes)))
     return found
 
 
@@ -213,19 +235,20 @@ def repeated(call: Call) -> dict[str, int]:
     def bits() -> list[torch.Tensor]:
         return [t.detach().contiguous().view(-1).view(torch.uint8) for t in call()]
 
-    first, on_gpu = [t.clone() for t in bits()], runtime.DEVICE.type == "cuda"
-    busy, other = torch.randn(2048, 2048, device=runtime.DEVICE), torch.cuda.Stream() if on_gpu else None
+    first = [t.clone() for t in bits()]
+    busy, other = torch.randn(2048, 2048, device=runtime.DEVICE), torch.cuda.Stream() if ON_GPU else None
     different = torch.zeros((), dtype=torch.int64, device=runtime.DEVICE)
     for i in range(REPEATS):
         with torch.cuda.stream(other):
-            for _ in range(i % 3 * on_gpu):  # now more, now less of the GPU is free
+            for _ in range(i % 3 * ON_GPU):  # now more, now less of the GPU is free
                 torch.mm(busy, busy)
         different += torch.stack([(a != b).any() for a, b in zip(bits(), first, strict=True)]).any()
     return {"repeats": REPEATS, "different": int(different)}
 
 
-def _wait() -> None:
-    if runtime.DEVICE.type == "cuda":
+def wait() -> None:
+    """For the device; raises what went wrong there."""
+    if ON_GPU:
         torch.cuda.synchronize()
 
 
@@ -249,17 +272,17 @@ def make_calls(job: str, items: Sequence[str]) -> None:
         name, make = known.setdefault(room, calls(room))[int(number)]
         print(f"call: {room}: {name}", flush=True)
         launched.clear()
-        signal.alarm(PATIENCE * (1 + (job == "warm")))  # ends the process, whatever it waits for
+        signal.alarm(PATIENCE)  # ends the process, whatever it waits for
         try:
             call = make()
             told = repeated(call) if job == "repeats" else {"results": len(call())}
-            _wait()
+            wait()
             print("well:", json.dumps({"kernels": sorted(launched)} | told), flush=True)
         except Exception:
             traceback.print_exc()
             told = {"kernels": sorted(launched), "error": traceback.format_exc().splitlines()[-1][:300]}
             print("failed:", json.dumps(told), flush=True)
-            _wait()  # raises again where the GPU is lost for this process
+            wait()  # raises again where the GPU is lost for this process
         signal.alarm(0)
 
 
@@ -363,68 +386,64 @@ def made_in(folder: Path, job: str, part: int, items: list[str], until: float) -
     return logs
 
 
-def campaign(given: argparse.Namespace, until: float) -> dict[str, Any]:
-    """Warm the caches, then have every tool and the repeats side by side until all has run or the time is up -> the record."""
-    path, most = given.out / f"{record.device_slug()}.json", given.processes
-    told: dict[str, Any] = (
-        json.loads(path.read_text()) if path.exists() else {"gpu": runtime.properties().name, "fuzz": {}}
-    )
-    today, logs = datetime.date.today().isoformat(), defaultdict[str, list[Path]](list)
-    with ThreadPoolExecutor(most) as pool:
-        picked = chosen(pool)
-        items = [f"{call['room']}:{call['call']}" for call in picked]
-        wanted = Counter(call["room"] for call in picked)
-        for jobs in (["warm"], given.jobs):
-            running = {}
-            for job in jobs:
-                parts = {"warm": most, "repeats": 2}.get(job, max(1, (most - 2) // 2))
-                for i in range(parts):
-                    running[pool.submit(made_in, given.logs, job, i, items[i::parts], until)] = job
-            for ended in as_completed(running):
-                logs[running[ended]] += ended.result()
-                runs = {
-                    name: run
-                    for tool in TOOLS
-                    if tool in logs
-                    for name, run in of_tool(tool, logs[tool], wanted).items()
-                }
-                told["sanitizers"] = {
-                    "date": today,
-                    "commit": stale.commit(),
-                    "kernels": sorted(every_kernel()),
-                    "runs": runs,
-                }
-                told["repeats"] = {
-                    f"{call['room']}: {call['name']}": {"repeats": call["repeats"], "different": call["different"]}
-                    for call in told_in(logs["repeats"]) if call["end"] == "well"
-                }  # fmt: skip
-                path.with_suffix(".part").write_text(json.dumps(told, indent=1) + "\n")
-                path.with_suffix(".part").replace(path)
-                print(
-                    f"{until - time.monotonic():4.0f} s left: {running[ended]} {len(told_in(logs[running[ended]]))} calls",
-                    flush=True,
-                )
-    for call in told_in([log for of in logs.values() for log in of]):
-        if call["end"] == "failed":
-            print("failed:", call["room"], call["name"], call["error"])
+def keep(path: Path, logs: dict[str, list[Path]], wanted: Counter[str]) -> dict[str, Any]:
+    """The record with what stands in the logs, written."""
+    told: dict[str, Any] = {"gpu": runtime.properties().name, "fuzz": {}}
+    told |= json.loads(path.read_text()) if path.exists() else {}
+    runs = [of_tool(tool, logs[tool], wanted) for tool in TOOLS if tool in logs]
+    today = {"date": datetime.date.today().isoformat(), "commit": stale.commit(), "kernels": sorted(every_kernel())}
+    told["sanitizers"] = today | {"runs": {name: run for of in runs for name, run in of.items()}}
+    told["repeats"] = {
+        f"{call['room']}: {call['name']}": {name: call[name] for name in ("repeats", "different")}
+        for call in told_in(logs.get("repeats", [])) if call["end"] == "well"
+    }  # fmt: skip
+    path.with_suffix(".part").write_text(json.dumps(told, indent=1) + "\n")
+    path.with_suffix(".part").replace(path)
     return told
 
 
-def listed(given: argparse.Namespace) -> int:
+def campaign(given: argparse.Namespace, pool: ThreadPoolExecutor, until: float) -> None:
+    """Warm the caches, then have every tool and the repeats side by side, until all has run or the time is up."""
+    picked, logs = chosen(pool), defaultdict[str, list[Path]](list)
+    items = [f"{call['room']}:{call['call']}" for call in picked]
+    for jobs in (["warm"], given.jobs):
+        running = {}
+        for job in jobs:
+            count = {"warm": given.processes, "repeats": 2}.get(job, max(1, (given.processes - 2) // 2))
+            for i in range(count):
+                running[pool.submit(made_in, given.logs, job, i, items[i::count], until)] = job
+        for ended in as_completed(running):
+            job = running[ended]
+            logs[job] += ended.result()
+            told = keep(given.out / f"{record.device_slug()}.json", logs, Counter(call["room"] for call in picked))
+            print(
+                f"{until - time.monotonic():4.0f} s left: {job} {len(told_in(logs[job]))} of {len(items)}", flush=True
+            )
+    for job, of in logs.items():
+        every = told_in(of)
+        seen = {kernel for call in every for kernel in call["kernels"]}
+        print(f"{job}: {len(every)} of {len(items)} calls; kernels of no call: {sorted(every_kernel() - seen)}")
+        for call in every:
+            if call["end"] != "well" or call.get("different"):
+                print("  ", call)
+    for name, run in told["sanitizers"]["runs"].items():
+        if not run["clean"]:
+            print(name, run["summary"], run["kernels"], run["reports"][:2])
+
+
+def listed(given: argparse.Namespace, pool: ThreadPoolExecutor) -> None:
     """Print the calls, and the kernels that none launches; calls without cases are made, in the interpreter."""
-    with ThreadPoolExecutor(given.processes) as pool:
-        picked = chosen(pool)
+    picked = chosen(pool)
     by_hand = [f"{call['room']}:{call['call']}" for call in picked if call["room"] in BY_HAND]
     os.environ["TRITON_INTERPRET"] = "1"
     made = told_in(made_in(given.logs, "listed", 0, by_hand, float("inf")))
     for call in picked:
         print(f"{call['room']}:{call['call']} {call['size']:,} {' '.join(call['kernels'])}")
     missing = every_kernel() - {kernel for call in [*picked, *made] for kernel in call["kernels"]}
-    print(f"{len(picked)} calls; kernels of no call: {' '.join(sorted(missing)) or 'none'}")
-    return int(bool(missing))
+    print(f"{len(picked)} calls; kernels of no call: {sorted(missing)}")
 
 
-def main() -> int:
+def main() -> None:
     """Writes the record of the GPU at hand, and prints what was found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true", help="only list the calls, and the kernels that none launches")
@@ -438,32 +457,13 @@ def main() -> int:
     given = parser.parse_args()
     if given.features:
         print(json.dumps(features(given.features)))
-        return 0
-    if given.run:
+    elif given.run:
         make_calls(given.run[0], given.run[1:])
-        return 0
-    given.logs.mkdir(parents=True, exist_ok=True)
-    if given.list:
-        return listed(given)
-    told = campaign(given, time.monotonic() + given.seconds)
-    for tool in set(given.jobs) & {*TOOLS}:
-        runs = {name: run for name, run in told["sanitizers"]["runs"].items() if run["tool"] == tool}
-        seen = {kernel for run in runs.values() for kernel in run["launched"]}
-        print(
-            f"{tool}: {sum(run['calls'] for run in runs.values())} calls; kernels not watched: {sorted(every_kernel() - seen)}"
-        )
-        for name, run in runs.items():
-            print(
-                ""
-                if run["clean"]
-                else f"  {name}: {run['summary']}; {run['kernels']}; died in {run['tool died in']}\n",
-                end="",
-            )
-    print(
-        f"repeats: {len(told['repeats'])} calls; other bits: {[n for n, r in told['repeats'].items() if r['different']]}"
-    )
-    return 0
+    else:
+        given.logs.mkdir(parents=True, exist_ok=True)
+        with ThreadPoolExecutor(given.processes) as pool:
+            (listed(given, pool) if given.list else campaign(given, pool, time.monotonic() + given.seconds))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
