@@ -968,7 +968,7 @@ def together() -> Recording:
     runs = []
     for name, part in parts.items():
         frames = Frames(
-            f"{elements / 1e9:.1f} thousand million weights in the experts of {layers} layers. A cell is a GiB."
+            f"{elements / 1e9:.1f} billion weights in the experts of {layers} layers. A cell is a GiB."
         )
         at = 0.0
         for code, (what, size) in zip("abcd", part.items()):
