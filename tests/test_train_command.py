@@ -100,6 +100,7 @@ def test_a_text_of_ones_own_is_found_again_from_another_folder(
         (KeyboardInterrupt(), 130, "interrupted; --resume --out"),
         (OSError(28, "No space left on device"), 1, "No space left on device); --resume --out"),
         (FloatingPointError("Trainer: loss of step 2"), 1, "train: Trainer: loss of step 2"),
+        (torch.OutOfMemoryError("..."), 1, "train: the GPU's memory is too small for this run; make --batch-size,"),
     ),
 )
 def test_how_a_run_can_end(

@@ -15,7 +15,7 @@ host has to know that size, which is the one wait of a layer (:func:`wait_for_co
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -240,7 +240,7 @@ class _DispatchPlan:
         return out, weights, ids
 
     def dispatch_back(
-        self, drows: torch.Tensor, dweights: torch.Tensor, dx: torch.Tensor, dgates: torch.Tensor
+        self, drows: torch.Tensor, dweights: torch.Tensor, dx: torch.Tensor, dgates: torch.Tensor, *_: Any
     ) -> None:
         check_versions(self.versions)
         top_k = self.ids.shape[1]
@@ -278,7 +278,7 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, drows: torch.Tensor, dweights: torch.Tensor, _: Any) -> tuple[Any, ...]:  # type: ignore[override]
         dx, dgates = drows.new_empty(ctx.tokens, drows.shape[1]), dweights.new_empty(ctx.tokens, ctx.slots)
-        ctx.plan.dispatch_back(drows.contiguous(), dweights.contiguous(), dx, dgates)
+        ctx.plan.dispatch_back(drows.contiguous(), dweights.contiguous(), dx, dgates, ctx.needs_input_grad)
         return dx, dgates, None
 
 
@@ -372,9 +372,14 @@ class _EveryRankPlan:
         return rows, weights, local
 
     def dispatch_back(
-        self, drows: torch.Tensor, dweights: torch.Tensor, dx: torch.Tensor, dgates: torch.Tensor
+        self,
+        drows: torch.Tensor,
+        dweights: torch.Tensor,
+        dx: torch.Tensor,
+        dgates: torch.Tensor,
+        wanted: Sequence[bool],
     ) -> None:
-        pairs = ((dx, drows), (dgates, dweights))
+        pairs = [pair for pair, is_wanted in zip(((dx, drows), (dgates, dweights)), wanted, strict=False) if is_wanted]
         for work in [reduce_scatter(out, grad, group=self.group, async_op=True) for out, grad in pairs]:
             work.wait()
 

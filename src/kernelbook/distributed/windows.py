@@ -205,7 +205,7 @@ class _WindowDispatchPlan:
         return _take(self, layout, x, gates)
 
     def dispatch_back(
-        self, drows: torch.Tensor, dweights: torch.Tensor, dx: torch.Tensor, dgates: torch.Tensor
+        self, drows: torch.Tensor, dweights: torch.Tensor, dx: torch.Tensor, dgates: torch.Tensor, *_: Any
     ) -> None:
         check_versions(self.versions)
         layout = self.layout(drows, dweights)

@@ -103,12 +103,15 @@ def use_kernels(model: Any) -> Any:
     base = base_model(model)
     if not hasattr(base, "set_experts_implementation"):
         raise ValueError(f"use_kernels: model must be a transformers model, got {type(model).__name__}")
-    if any(hasattr(module, "lora_A") for module in model.modules()):
-        from kernelbook.interop.peft import use_factors
+    has_pairs = any(hasattr(module, "lora_A") for module in model.modules())
+    if has_pairs:
+        from kernelbook.interop.peft import check_wrappers, use_factors
 
-        use_factors(model)
+        check_wrappers(model)
     register()
     base.set_experts_implementation(NAME)
+    if has_pairs:
+        use_factors(model)
     return model
 
 

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from kernelbook import runtime
@@ -73,6 +74,8 @@ def train(given: argparse.Namespace) -> int:
     try:
         try:
             trainer = _trainer(given)
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:  # PyTorch refuses sizes that it cannot have in many ways
             if runtime.debug_enabled():
                 raise
@@ -81,6 +84,10 @@ def train(given: argparse.Namespace) -> int:
         quiet = io.StringIO() if trainer.rank else sys.stdout  # the first rank speaks for all
         with contextlib.redirect_stdout(quiet):
             return _run(trainer, given)
+    except torch.OutOfMemoryError:
+        names = "--batch-size, --context, --width or --depth"
+        print(f"train: the GPU's memory is too small for this run; make {names} smaller", file=sys.stderr)
+        return 1
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
