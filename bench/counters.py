@@ -23,8 +23,6 @@ import kernelbook as kb
 from kernelbook import runtime, study
 from kernelbook.lab import record, stale
 
-__all__ = ["main", "read_raw"]
-
 SECTIONS = ("SpeedOfLight", "LaunchStats", "Occupancy", "SchedulerStats", "WarpStateStats")
 # Of some hundred metrics those that pages read
 METRICS = re.compile(

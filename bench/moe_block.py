@@ -25,9 +25,6 @@ from kernelbook import check, runtime
 from kernelbook.lab.timing import Case, Problem
 from kernelbook.nn import moe
 
-__all__ = ["BENCH", "cases"]
-
-
 # experts, hidden size, intermediate size, experts of a token
 MODELS = {
     "Qwen3-30B-A3B": (128, 2048, 768, 8),

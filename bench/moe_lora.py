@@ -21,8 +21,6 @@ from kernelbook.moe_lora.reference import (
 )
 from kernelbook.packed import NF4, NF4Tensor
 
-__all__ = ["BENCH", "MODELS", "Shape", "cases", "projections"]
-
 # Experts, hidden size, intermediate size, experts a token (from the models' published configurations).
 MODELS = {
     "Qwen3.5-35B-A3B": (256, 2048, 512, 8),

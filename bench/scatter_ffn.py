@@ -15,8 +15,6 @@ from kernelbook.scatter_ffn import op
 from kernelbook.scatter_ffn.reference import dense_ffn, gather_matmul_reference, scatter_ffn_reference
 from kernelbook.study.scatter_ffn import launch_fused
 
-__all__ = ["BENCH", "LLAMA", "PLAIN", "cases", "ffn_case"]
-
 ATOMICS_KEY = ("op", "variant", "dtype", "shape", "programs")
 
 TOKENS = (1, 16, 128, 1024)

@@ -39,8 +39,6 @@ from kernelbook.train import CONFIGS, Trainer
 from kernelbook.train.capture import Captured
 from kernelbook.train.parallel import ParallelTrainer
 
-__all__ = ["BENCH", "KEY", "Sizes", "bench", "sections"]
-
 KEY = (*(name for name in record.KEY if name != "gpus"), "gpus")
 CALLS = 6  # of a layer between two looks at the clock
 CHECKED = 128  # tokens of each rank for which results are compared with float64

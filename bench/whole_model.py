@@ -53,8 +53,6 @@ from kernelbook.lab import profiling, record, timing
 from kernelbook.train.capture import Captured
 from kernelbook.train.step import CapturedStep
 
-__all__ = ["BENCH", "MODELS", "Plan", "bench", "build", "plans"]
-
 RANK, PROMPT, ROOM, WARM = 16, 2048, 64, 3
 COLUMNS = (*record.COLUMNS, "add_host_us", "setup_s")
 STEM, PARTS_STEM, BITS_STEM = "whole_model", "whole_model_parts", "whole_model_bits"

@@ -26,8 +26,6 @@ from kernelbook.nn.parameters import is_stored_transposed
 from kernelbook.packed.fp4 import fp4_quantize
 from kernelbook.train import CapturedStep
 
-__all__ = ["check_model"]
-
 COARSE = 0.25  # of a gradient that a compiler made: rounding has gone through all layers, and a factor of 1/2 has not
 LR = 1e-4
 

@@ -7,8 +7,6 @@ do beside is left out.
 import dataclasses
 from typing import Any
 
-__all__ = ["BITS", "Sizes"]
-
 # Bits of a stored weight. NF4: 4, and an absmax of 32 bits for 64 weights; doubly quantized 8 bits for 64, 32 for 256 of those.
 # MXFP4: an exponent of 8 bits for 32.
 BITS = {"dense": 16.0, "nf4": 4 + 32 / 64, "nf4_double": 4 + 8 / 64 + 32 / (64 * 256), "mxfp4": 4 + 8 / 32}

@@ -12,8 +12,6 @@ from kernelbook import check, memory, runtime
 from kernelbook.cases import FUNCTIONS, Case, collect, floats
 from kernelbook.lab import timing
 
-__all__ = ["doctor"]
-
 WITHOUT_TENSOR_CORES = (
     "float16 and float32; bfloat16 is right, and several times slower. Triton has no tensor cores before Ampere: attention and "
     "experts do without, sparse layers and lists of neurons have them by cuBLAS"

@@ -9,16 +9,6 @@ from torch.nn.utils import parametrize
 
 from kernelbook.nf4 import NF4Tensor, nf4_dequantize, nf4_quantize
 
-__all__ = [
-    "NF4Parametrization",
-    "dense_parameter",
-    "is_stored_transposed",
-    "quantizable",
-    "quantize_parameter",
-    "store_parameter",
-    "stored_weight",
-]
-
 
 class NF4Parametrization(torch.nn.Module):
     """Keeps a 4-bit parameter's scales; as a parametrization it makes the parameter dense again where it is read.

@@ -23,17 +23,6 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only, t
 from kernelbook import runtime
 from kernelbook.nn.offload import join_copies
 
-__all__ = [
-    "Captured",
-    "CapturedCalls",
-    "Fingerprint",
-    "FixedInputs",
-    "moved",
-    "plain",
-    "state_of",
-    "why_not_capturable",
-]
-
 TORCH = os.path.dirname(torch.__file__) + os.sep
 PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 MAX_KINDS = 64  # kinds that are kept: of calls, with their graphs, and of batches
