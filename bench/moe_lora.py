@@ -322,31 +322,6 @@ def _case(name: str, mode: str, shape: Shape, x_name: str = "r") -> timing.Case:
     )
 
 
-def _first_call() -> timing.Case:
-    """The wall-clock time of a first call with empty caches, see ``timing.first_call_ms``."""
-    shape = projections("Qwen3-30B-A3B")["gate_up"]
-    made = f"""
-import kernelbook as kb
-def randn(*size, grad=True):
-    return torch.randn(*size, device="cuda", dtype=torch.bfloat16).requires_grad_(grad)
-ids = torch.rand({shape.tokens}, {shape.experts}, device="cuda").argsort(1)[:, :{shape.slots}]
-w = randn({shape.experts}, {shape.k}, {shape.n}, grad=False)
-x, a, b = randn({shape.tokens}, {shape.k}), randn({shape.experts}, 16, {shape.k}), randn({shape.experts}, {shape.n}, 16)
-"""
-    codes = {"kernelbook": f"# first call\nkb.moe_lora(x, w, a, b, kb.route(ids, {shape.experts})).sum().backward()\n"}
-    if baselines.has("axolotl"):
-        codes["axolotl"] = f"""
-from bench import baselines
-lora = baselines.axolotl("parallel_linear_lora").parallel_linear_lora
-offsets = torch.bincount(ids.flatten(), minlength={shape.experts}).cumsum(0)
-a, b = a.detach().flatten(0, 1).requires_grad_(), b.detach().transpose(0, 1).flatten(1).requires_grad_()
-# first call
-lora(x, w, {shape.slots}, *torch.sort(ids.flatten()), offsets, a, b, use_fused_dX=True).sum().backward()
-"""
-    first = timing.FirstCall({who: made + code for who, code in codes.items()})
-    return timing.Case("moe_lora", "first_call", torch.bfloat16, shape.named, "r", shape.rank, 0.0, 0.0, lambda: first)
-
-
 def cases() -> Iterator[timing.Case]:
     """Every projection, gate_up at each rank; then sweeps over tokens and experts, where fused and split change places."""
     for model in MODELS:
@@ -374,7 +349,6 @@ def cases() -> Iterator[timing.Case]:
     for rank in (16, 64):
         for experts in (8, 16, 32, 64, 128, 256):
             yield _case("moe_lora", "forward", Shape(experts, 2048, 1536, 8, rank=rank), "E")
-    yield _first_call()
 
 
 def models() -> Iterator[timing.Case]:
