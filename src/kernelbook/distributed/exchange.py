@@ -27,8 +27,6 @@ from kernelbook.launch import Launch, cdiv, launcher
 from kernelbook.memory import tl_accumulator
 from kernelbook.tensors import check_versions, with_versions
 
-__all__ = ["all_gather", "exchange", "exchange_all", "reduce_scatter", "wait_for_counts"]
-
 # As PyTorch calls them since 2.13, and before.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -16,8 +16,6 @@ from kernelbook.nf4 import NF4Tensor
 from kernelbook.nn.parameters import NF4Parametrization
 from kernelbook.packed import NESTED_BLOCK
 
-__all__ = ["ExpertBytes", "by_expert"]
-
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
     """Gather a sharded tensor that is read outside its module's forward pass, on all ranks."""

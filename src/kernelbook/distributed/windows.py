@@ -33,8 +33,6 @@ import torch.distributed as dist
 from kernelbook.distributed.exchange import _bits, _combine, _launch, _place, _sizes, aligned, through
 from kernelbook.tensors import check_versions, with_versions
 
-__all__ = ["Windows", "exchange_shared", "windows_of"]
-
 TIMEOUT_S = 600.0  # for a host that does not call the layer, as PyTorch's groups have it
 
 

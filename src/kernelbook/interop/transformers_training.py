@@ -18,8 +18,6 @@ from kernelbook.interop.transformers_attention import known_masks
 from kernelbook.train.capture import CapturedCalls, Fingerprint, FixedInputs, why_not_capturable
 from kernelbook.train.step import KeptGradients
 
-__all__ = ["CapturedTrainer"]
-
 
 @contextlib.contextmanager
 def _generators_left_alone(model: torch.nn.Module) -> Iterator[None]:

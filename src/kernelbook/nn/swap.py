@@ -14,8 +14,6 @@ from kernelbook.linear import linear
 from kernelbook.nn.layers import LayerNorm, RMSNorm
 from kernelbook.nn.same_bits import SameBitsLinear, in_mode, with_linear
 
-__all__ = ["Swap", "swap"]
-
 MAX_HEAD = 256  # features of a head, as far as flash_attention goes
 
 

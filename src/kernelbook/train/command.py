@@ -18,8 +18,6 @@ from kernelbook import runtime
 from kernelbook.train.loop import CHOICES, CONFIGS, TrainConfig, Trainer
 from kernelbook.train.text import OWN_TEXTS
 
-__all__ = ["add_arguments", "train"]
-
 
 def _settings_told() -> dict[str, str]:
     """Return what :class:`TrainConfig` says of each of its fields."""

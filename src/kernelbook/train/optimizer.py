@@ -13,8 +13,6 @@ from kernelbook import arguments, runtime  # before Triton, which it sets up
 from kernelbook.launch import Launch, launcher
 from kernelbook.train import kernels
 
-__all__ = ["INACTIVE", "ChunkAdamW"]
-
 INACTIVE = ("skip", "decay")
 
 

@@ -11,8 +11,6 @@ from kernelbook.train.chunks import chunk_norms
 from kernelbook.train.schedulers import Scheduler
 from kernelbook.train.seeds import generator
 
-__all__ = ["PlantedTeacher", "score_chunks", "score_scheduler"]
-
 
 class PlantedTeacher:
     """A linear student whose gradient lives in known chunks, which change now and then.
