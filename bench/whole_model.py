@@ -388,9 +388,7 @@ class Plan:
         parts = {"model": self.model, "layers": layers, "task": self.task}
         if self.task == "step":
             parts |= {"N": tokens, "r": RANK, "checkpoint": 1}
-        elif self.task == "copies":
-            pass
-        else:
+        elif self.task != "copies":
             parts |= {"N": 1, "S": tokens} if self.task in ONE_TOKEN else {"N": tokens, "S": 0}
         return " ".join(f"{name}={value}" for name, value in (parts | {"graph": self.graph}).items())
 

@@ -273,11 +273,11 @@ def _tiny_cases() -> Iterator[tuple[str, Callable[[], timing.Problem]]]:
     yield "packed", partial(attention._packed_problem, "backward", 2, 16, (5, 1, 11), half)
     yield "paged_attention", partial(attention._paged_problem, 1, 2, 1, 1, 32, 16, 16, half)
     yield "flash_attention, few queries", partial(attention._problem, "forward", 1, 4, 2, 2, 33, 16, False, half, False)
-    for (name, mode), (build, _) in moe_lora.FAMILIES.items():
+    for (name, mode), build in moe_lora.FAMILIES.items():
         yield f"{name} {mode}", partial(build, mixed, half)
     for name, mode in (("scatter2scatter", "forward"), ("moe_lora", "forward_backward"), ("moe_lora_dx", "backward")):
-        build, _ = moe_lora.FAMILIES[name, mode]
-        yield f"{name} {mode}, grouped", partial(build, dataclasses.replace(mixed, grouped=True), half)
+        grouped = dataclasses.replace(mixed, grouped=True)
+        yield f"{name} {mode}, grouped", partial(moe_lora.FAMILIES[name, mode], grouped, half)
     yield "nf4", partial(nf4._problem, (4, 64, 256), 2, True)
     yield "read_rows", partial(nf4._read_problem, 8192)
     yield "nf4_matmul", partial(nf4._matmul_problem, (2, 16, 256), 3)

@@ -124,10 +124,8 @@ def quantizable(module: torch.nn.Module, name: str, block_size: int) -> torch.Te
 
 def store_parameter(module: torch.nn.Module, name: str, q: NF4Tensor, *, transposed: bool = False) -> None:
     """Put ``q`` in the place of the parameter ``module.name``, which is given up; ``transposed``: see the parametrization."""
-    packed, parametrization = (
-        torch.nn.Parameter(q.packed, requires_grad=False),
-        NF4Parametrization(q, transposed=transposed),
-    )
+    packed = torch.nn.Parameter(q.packed, requires_grad=False)
+    parametrization = NF4Parametrization(q, transposed=transposed)
     setattr(module, name, packed)
     parametrize.register_parametrization(module, name, parametrization, unsafe=True)
     stacks: Any = module.parametrizations
