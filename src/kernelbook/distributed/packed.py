@@ -45,14 +45,7 @@ class ExpertBytes(NF4Parametrization):
             parts["absmax"] = absmax.reshape(-1).view(torch.float32)
         else:
             parts |= {"absmax": absmax.reshape(-1), "nested_absmax": nested.reshape(-1).view(torch.float32)}
-        return NF4Tensor(
-            packed=packed.reshape(-1),
-            shape=(packed.shape[0], *self.shape[1:]),
-            block_size=self.block_size,
-            code_name=self.code_name,
-            dtype=self.dtype,
-            **parts,
-        )
+        return self._of(packed.reshape(-1), (packed.shape[0], *self.shape[1:]), parts)
 
 
 def _rows(tensor: torch.Tensor, experts: int) -> torch.Tensor:

@@ -274,10 +274,6 @@ class _Unstack(ConversionOps):
             for i, pattern in enumerate(target_patterns)
         }
 
-    @property
-    def reverse_op(self) -> ConversionOps:
-        return _Stack()
-
 
 def _take(module: Any, place: Place, divides: bool, dtype: torch.dtype) -> None:
     """Makes the 4-bit parameter of what was read; its bytes stay where they are."""

@@ -35,15 +35,11 @@ class NF4Parametrization(torch.nn.Module):
 
     def tensor(self, packed: torch.Tensor) -> NF4Tensor:
         """Return the 4-bit tensor with these bytes; everything is shared."""
-        parts = {name: getattr(self, name) for name in self.PARTS}
-        return NF4Tensor(
-            packed=packed.detach(),
-            shape=self.shape,
-            block_size=self.block_size,
-            code_name=self.code_name,
-            dtype=self.dtype,
-            **parts,
-        )
+        return self._of(packed.detach(), self.shape, {name: getattr(self, name) for name in self.PARTS})
+
+    def _of(self, packed: torch.Tensor, shape: tuple[int, ...], parts: dict[str, Any]) -> NF4Tensor:
+        how: dict[str, Any] = {"block_size": self.block_size, "code_name": self.code_name, "dtype": self.dtype}
+        return NF4Tensor(packed, shape=shape, **how, **parts)
 
     def forward(self, packed: torch.Tensor) -> torch.Tensor:
         """packed (ceil(n / 2),) -> the dense tensor."""

@@ -178,7 +178,7 @@ def _why_not(device: torch.device) -> str | None:
     return None if device.type == "cuda" else f"the model is on the {device.type}"
 
 
-def _drawn() -> int:
+def drawn() -> int:
     """Return how far the generator of the current device is."""
     return int(torch.cuda.default_generators[torch.cuda.current_device()].get_offset())
 
@@ -294,9 +294,9 @@ class CapturedCalls:
 
     def _warmed(self, kind: _Kind, call: Callable[[], Any]) -> Any:
         """Run the call as it is, and look at what it draws of random numbers."""
-        on_host, drawn = _host_generators(), _drawn()
+        on_host, before = _host_generators(), drawn()
         out = _run_on(self._stream, call)
-        kind.draws = _drawn() != drawn
+        kind.draws = drawn() != before
         moved = [name for name, state in _host_generators().items() if on_host.get(name, state) != state]
         if moved:
             self.go_on_eagerly(
