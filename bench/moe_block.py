@@ -72,14 +72,6 @@ def block_reference(
 # --- transformers' module with PEFT's wrappers ----------------------------------------------------------------------
 
 
-class _Holder(torch.nn.Module):
-    """What a model is to PEFT: something that has the experts as a part."""
-
-    def __init__(self, experts: torch.nn.Module) -> None:
-        super().__init__()
-        self.experts = experts
-
-
 class _Layer:
     """One layer's experts, of transformers, dense and in 4 bits, with the same LoRA on both."""
 
@@ -126,7 +118,8 @@ class _Layer:
                 r=rank, lora_alpha=2 * rank, target_modules=[], target_parameters=[f"experts.{n}" for n in names],
                 init_lora_weights=False,
             )  # fmt: skip
-            model: Any = peft.get_peft_model(_Holder(getattr(self, kind)), settings)  # type: ignore[arg-type]
+            holder: Any = torch.nn.ModuleDict({"experts": getattr(self, kind)})
+            model: Any = peft.get_peft_model(holder, settings)
             interop_peft.use_factors(model)
             wrappers: dict[str, Any] = {w.parameter_name: w for w in model.modules() if hasattr(w, "parameter_name")}
             for name in names:

@@ -31,21 +31,6 @@ def test_every_module_that_makes_a_bench_is_in_the_list() -> None:
     assert [one.name for one in registry.benches()] == list(registry.NAMES)
 
 
-def test_an_unknown_bench_is_told() -> None:
-    with pytest.raises(ValueError, match=r"bench: name must be one of attention, .*, got 'kitchen'"):
-        registry.bench("kitchen")
-
-
-def test_what_is_not_installed_is_told_once() -> None:
-    providers = {"torch": "torch", "one": "no-such-package", "two": "no-such-package", "three": "nor-this"}
-    how = {"needs": {"nor-this": "everything"}, "left_out": ("steam",)}
-    assert registry.Bench(name="kitchen", cases=list, baselines=providers, **how).missing() == [
-        "one, two (package no-such-package is not installed)",
-        "everything (package nor-this is not installed)",
-        "steam",
-    ]
-
-
 # --- the command ----------------------------------------------------------------------------------------------------
 
 Run = Callable[..., int]
