@@ -26,8 +26,6 @@ from bench import attention
 from kernelbook import runtime, study
 from kernelbook.lab import record, stale
 
-__all__ = ["beside_peers", "main", "read_raw"]
-
 SECTIONS = ("SpeedOfLight", "LaunchStats", "Occupancy", "SchedulerStats", "WarpStateStats")
 # Of some hundred metrics those that pages read
 METRICS = re.compile(

@@ -15,7 +15,7 @@ host has to know that size, which is the one wait of a layer (:func:`wait_for_co
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,8 +26,6 @@ from kernelbook.distributed import kernels
 from kernelbook.launch import Launch, launcher
 from kernelbook.memory import tl_accumulator
 from kernelbook.tensors import check_versions, with_versions
-
-__all__ = ["all_gather", "exchange", "exchange_all", "reduce_scatter", "wait_for_counts"]
 
 # As PyTorch calls them since 2.13, and before.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -233,7 +231,7 @@ class _DispatchPlan:
         return out, weights, ids
 
     def dispatch_back(
-        self, drows: torch.Tensor, dweights: torch.Tensor, dx: torch.Tensor, dgates: torch.Tensor
+        self, drows: torch.Tensor, dweights: torch.Tensor, dx: torch.Tensor, dgates: torch.Tensor, *_: Any
     ) -> None:
         check_versions(self.versions)
         top_k = self.ids.shape[1]
@@ -271,7 +269,7 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, drows: torch.Tensor, dweights: torch.Tensor, _: Any) -> tuple[Any, ...]:  # type: ignore[override]
         dx, dgates = drows.new_empty(ctx.tokens, drows.shape[1]), dweights.new_empty(ctx.tokens, ctx.slots)
-        ctx.plan.dispatch_back(drows.contiguous(), dweights.contiguous(), dx, dgates)
+        ctx.plan.dispatch_back(drows.contiguous(), dweights.contiguous(), dx, dgates, ctx.needs_input_grad)
         return dx, dgates, None
 
 
@@ -365,9 +363,14 @@ class _EveryRankPlan:
         return rows, weights, local
 
     def dispatch_back(
-        self, drows: torch.Tensor, dweights: torch.Tensor, dx: torch.Tensor, dgates: torch.Tensor
+        self,
+        drows: torch.Tensor,
+        dweights: torch.Tensor,
+        dx: torch.Tensor,
+        dgates: torch.Tensor,
+        wanted: Sequence[bool],
     ) -> None:
-        pairs = ((dx, drows), (dgates, dweights))
+        pairs = [pair for pair, is_wanted in zip(((dx, drows), (dgates, dweights)), wanted, strict=False) if is_wanted]
         for work in [reduce_scatter(out, grad, group=self.group, async_op=True) for out, grad in pairs]:
             work.wait()
 

@@ -33,8 +33,6 @@ import torch.distributed as dist
 from kernelbook.distributed.exchange import _bits, _combine, _launch, _place, _sizes, aligned, through
 from kernelbook.tensors import check_versions, with_versions
 
-__all__ = ["Windows", "exchange_shared", "windows_of"]
-
 TIMEOUT_S = 600.0  # for a host that does not call the layer, as PyTorch's groups have it
 
 
@@ -205,7 +203,7 @@ class _WindowDispatchPlan:
         return _take(self, layout, x, gates)
 
     def dispatch_back(
-        self, drows: torch.Tensor, dweights: torch.Tensor, dx: torch.Tensor, dgates: torch.Tensor
+        self, drows: torch.Tensor, dweights: torch.Tensor, dx: torch.Tensor, dgates: torch.Tensor, *_: Any
     ) -> None:
         check_versions(self.versions)
         layout = self.layout(drows, dweights)

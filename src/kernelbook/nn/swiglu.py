@@ -12,8 +12,6 @@ from kernelbook.memory import empty, tl_accumulator
 from kernelbook.nn import kernels
 from kernelbook.operators import Op
 
-__all__ = ["ClampedSwiGLU", "swiglu"]
-
 
 def swiglu(h: torch.Tensor) -> torch.Tensor:
     """Return silu(h[:, :I]) * h[:, I:] (S, I) of h (S, 2 I). Only h is kept for the backward pass."""

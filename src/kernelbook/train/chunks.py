@@ -17,16 +17,6 @@ from kernelbook.train import kernels
 # isort: split
 import triton
 
-__all__ = [
-    "Layout",
-    "chunk_norms",
-    "chunk_norms_reference",
-    "knn_scores",
-    "knn_scores_reference",
-    "top_chunks",
-    "top_chunks_reference",
-]
-
 EPS = 1e-6  # of a neighbour's weight
 
 
