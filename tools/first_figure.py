@@ -5,7 +5,6 @@ is left out. Everything comes from book/results; the picture keeps a digest of t
 compares it.
 """
 
-import argparse
 import hashlib
 from pathlib import Path
 
@@ -68,6 +67,5 @@ def draw() -> None:
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     draw()
     print(PICTURE)

@@ -15,7 +15,6 @@ import ast
 import contextlib
 import dataclasses
 import json
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -1264,19 +1263,14 @@ def written(recording: Recording) -> str:
     return json.dumps(recording, ensure_ascii=False, separators=(",", ":")) + "\n"
 
 
-def main(arguments: list[str]) -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="name", help="of an instrument; without one, all")
-    names = parser.parse_args(arguments).names
-    if unknown := set(names) - set(RECORDINGS):
-        parser.error(f"no such instrument: {', '.join(sorted(unknown))}; there are {', '.join(RECORDINGS)}")
-    OUT.mkdir(parents=True, exist_ok=True)
-    for name in names or RECORDINGS:
+    parser.add_argument("names", nargs="*", metavar="name", help=f"without one, all: {', '.join(RECORDINGS)}")
+    for name in parser.parse_args().names or RECORDINGS:
         text = written(RECORDINGS[name]())
         (OUT / f"{name}.json").write_text(text, encoding="utf-8")
         print(f"{name}: {len(text.encode()) / 1024:.1f} kB")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main()

@@ -44,10 +44,10 @@ def try_archive(archive: Path) -> None:
         subprocess.run([python, "-m", "kernelbook", "doctor"], check=True, cwd=folder)
 
 
-def main(arguments: list[str]) -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("version", help="such as 0.2.0")
-    text = notes(parser.parse_args(arguments).version)
+    text = notes(parser.parse_args().version)
     shutil.rmtree(DIST, ignore_errors=True)
     subprocess.run([sys.executable, "-m", "build", "--outdir", str(DIST)], check=True, cwd=ROOT)
     archives = sorted(DIST.iterdir())
@@ -55,8 +55,7 @@ def main(arguments: list[str]) -> int:
     for archive in archives:
         try_archive(archive)
     (DIST / "notes.md").write_text(text, encoding="utf-8")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main()
