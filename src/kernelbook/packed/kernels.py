@@ -53,19 +53,28 @@ _LOOK_UP = """
 """
 
 
-def _e2m1_asm(mantissa: int, bias: int) -> str:
+def _e2m1_asm(mantissa: int, bias: str, far: bool) -> str:
     """e2m1 has the bits of a 16-bit number, but for zeros between its sign and its exponent, and for the exponent's bias.
 
-    ``mantissa``: bits of the 16-bit number's; ``bias``: twice the bits of what it is too small by.
+    Elements that are 16 bits apart are decoded together; neighbours come together after that, unless they stay ``far``.
+
+    ``mantissa``: bits of the 16-bit number's; ``bias``: twice the bits of what it is too small by, or where that lies.
     """
-    shift = 13 - mantissa
-    lines = ["    shl.b32 h, $4, 4;", f"    mov.b32 b, {bias:#x};", "    mov.b32 z, 0x80008000;"]
-    for pair in range(4):
+    lines = [f"    mov.b32 b, {bias};", "    mov.b32 z, 0x80008000;"]
+    for pair, at in enumerate((4, 0, 12, 8)):  # where the elements 0 to 3 lie
+        left = mantissa - 1 - at
         lines += [
-            f"    prmt.b32 i, $4, h, {0x4000 + 0x1111 * pair:#x};",  # a byte's high half and its low one, each on top of 16 bits
-            "    and.b32 a, i, 0x80008000;",
-            f"    shr.u32 i, i, {shift};",
-            f"    lop3.b32 i, i, {0x70007000 >> shift:#x}, a, 0xea;",
+            f"    {'shl' if left > 0 else 'shr'}.b32 i, $4, {abs(left)};",
+            f"    shl.b32 a, $4, {12 - at};",
+            f"    and.b32 i, i, {0x70007 << (mantissa - 1):#x};",
+            f"    lop3.b32 q{pair}, a, 0x80008000, i, 0xea;",
+        ]
+    if far:
+        return "\n".join(lines + [f"    FMA p{pair}, q{pair}, b, z;" for pair in range(4)]) + "\n"
+    for pair in range(4):
+        first = pair % 2 * 2
+        lines += [
+            f"    prmt.b32 i, q{first}, q{first + 1}, {0x7632 if pair > 1 else 0x5410:#x};",
             f"    FMA p{pair}, i, b, z;",
         ]
     return "\n".join(lines) + "\n"
@@ -81,14 +90,32 @@ _PLAIN = "".join(f"    mov.b32 ${i}, p{i};\n" for i in range(4))
 
 def _asm(elements: str, scale: str, dtype: str = "") -> "tl.constexpr":
     """Assembly that decodes ``elements`` and multiplies them."""
-    names = ".reg .b32 i, h, lo, hi, a, b, z, p0, p1, p2, p3;\n"
+    names = ".reg .b32 i, h, lo, hi, a, b, z, p0, p1, p2, p3, q0, q1, q2, q3;\n"
     return tl.constexpr("{\n" + names + (elements + scale).replace("FMA", f"fma.rn.{dtype}x2") + "}")
 
 
 DECODE_BF16, DECODE_FP16 = (_asm(_LOOK_UP, _SCALE_TWO, dtype) for dtype in ("bf16", "f16"))
-_E2M1 = {"bf16": _e2m1_asm(7, 0x7E807E80), "f16": _e2m1_asm(10, 0x74007400)}  # 2^126 and 2^14
-E2M1_BF16, E2M1_FP16 = (_asm(asm, _SCALE_TWO, dtype) for dtype, asm in _E2M1.items())
-E2M1_BY_POWER_BF16, E2M1_BY_POWER_FP16 = (_asm(asm, _SCALE_ONE, dtype) for dtype, asm in _E2M1.items())
+BIAS_BF16, BIAS_FP16 = tl.constexpr(2.0**119), tl.constexpr(2.0**7)  # in a scale of NVFP4; with 2^7 more it is too large
+E2M1 = tl.constexpr(
+    {
+        (kind, is_bf16, far): _asm(
+            _e2m1_asm(7 if is_bf16 else 10, biased or ("0x7e807e80" if is_bf16 else "0x74007400"), far),  # 2^126, 2^14
+            scale,
+            "bf16" if is_bf16 else "f16",
+        ).value
+        for kind, biased, scale in (("e8m0", "", _SCALE_ONE), ("e4m3", "", _SCALE_TWO), ("e4m3 alone", "$5", _PLAIN))
+        for is_bf16 in (False, True)
+        for far in (False, True)
+    }
+)
+
+
+@triton.constexpr_function
+def e2m1(kind, is_bf16, far):
+    """Assembly that decodes a word of e2m1 and multiplies it with a scale of this kind."""
+    return E2M1.value[kind, is_bf16, far]
+
+
 PAIRS = tl.constexpr("=&r,=&r,=&r,=&r")
 TABLE_INPUTS = tl.constexpr(",r" * 8)
 
@@ -185,19 +212,28 @@ def in_two(scale, dtype: tl.constexpr):
 
 
 @triton.jit
-def pairs(word, scale, values, dtype: tl.constexpr, SCALE: tl.constexpr):
-    """Words (...) and their blocks' scales -> pairs of 16-bit numbers in int32, (..., 2, 2), the second one at (1, 0)."""
+def pairs(word, scale, values, dtype: tl.constexpr, SCALE: tl.constexpr, FAR: tl.constexpr = False):
+    """Words (...) and their blocks' scales -> pairs of 16-bit numbers in int32, (..., 2, 2), the second one at (1, 0).
+
+    A pair's second element is the next one, or if FAR, of e2m1 only, the fourth after it. No scale: None.
+    """
     IS_BF16: tl.constexpr = dtype == tl.bfloat16
-    if SCALE == "e8m0":
+    if scale is None:
         p0, p1, p2, p3 = tl.inline_asm_elementwise(
-            E2M1_BY_POWER_BF16 if IS_BF16 else E2M1_BY_POWER_FP16, PAIRS + ",r,r",
-            [word, bits(scale.to(dtype)) * 0x10001],
+            LOOKUP, LOOKUP_REGISTERS,
+            [word, values[0], values[1], values[2], values[3], values[4], values[5], values[6], values[7]],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
+    elif SCALE == "e8m0" or SCALE == "e4m3 alone":
+        scale = scale if SCALE == "e8m0" else scale * (BIAS_BF16 if IS_BF16 else BIAS_FP16)
+        p0, p1, p2, p3 = tl.inline_asm_elementwise(
+            e2m1(SCALE, IS_BF16, FAR), PAIRS + ",r,r", [word, bits(scale.to(dtype)) * 0x10001],
             dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
         )  # fmt: skip
     elif SCALE == "e4m3":
         first, second = in_two(scale, dtype)
         p0, p1, p2, p3 = tl.inline_asm_elementwise(
-            E2M1_BF16 if IS_BF16 else E2M1_FP16, PAIRS + ",r,r,r", [word, first, second],
+            e2m1(SCALE, IS_BF16, FAR), PAIRS + ",r,r,r", [word, first, second],
             dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
         )  # fmt: skip
     else:
@@ -211,12 +247,12 @@ def pairs(word, scale, values, dtype: tl.constexpr, SCALE: tl.constexpr):
 
 
 @triton.jit
-def decoded(word, scale, values, dtype: tl.constexpr, SCALE: tl.constexpr):
+def decoded(word, scale, values, dtype: tl.constexpr, SCALE: tl.constexpr, FAR: tl.constexpr = False):
     """Words (...) and their blocks' scales -> the eight elements of each, (..., 2, 2, 2), the first one at (0, 0, 0).
 
     The dimensions are in the order in which they arise: the first tells the pairs of four elements, the last a pair's halves.
     """
-    found = pairs(word, scale, values, dtype, SCALE)
+    found = pairs(word, scale, values, dtype, SCALE, FAR)
     low = (found & 0xFFFF).to(tl.int16).to(dtype, bitcast=True)
     return tl.join(low, (found >> 16).to(tl.int16).to(dtype, bitcast=True))
 
@@ -247,11 +283,12 @@ def scale_of(stored, nested, mask, nested_code_ptr, offset, SCALE: tl.constexpr)
         power = stored.to(tl.int32)
         value = tl.maximum(power << 23, 0x400000).to(tl.float32, bitcast=True)
         value = tl.where(power == 255, float("nan"), value)
-    elif SCALE == "e4m3":  # without a sign; 127 is NaN
+    elif SCALE == "e4m3" or SCALE == "e4m3 alone":  # without a sign; 127 is NaN
         e4m3 = stored.to(tl.int32)
         # Shifted, all bits are in their places; 2^120 corrects the bias.
         value = (e4m3 << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
-        value = tl.where(e4m3 == 127, float("nan"), value) * nested
+        value = tl.where(e4m3 == 127, float("nan"), value)
+        value = value if SCALE == "e4m3 alone" else value * nested
     elif SCALE == "nested":
         nothing: tl.constexpr = None if mask is None else 0
         value = tl.load(nested_code_ptr + stored.to(tl.int32), mask=mask, other=nothing)
@@ -259,6 +296,13 @@ def scale_of(stored, nested, mask, nested_code_ptr, offset, SCALE: tl.constexpr)
         value = tl.fma(value, nested, 0.0) + (tl.load(offset) if offset.dtype.is_ptr() else offset)
         value = value if mask is None else tl.where(mask, value, 0.0)
     return value
+
+
+@triton.jit
+def scale_of_rows(element0, rows, mask, length, nested_absmax_ptr):
+    """NVFP4's float32 of rows that start ``rows * length`` elements after element0 (64-bit), and the 2^7 of "e4m3 alone"."""
+    nested = (element0 + rows.to(tl.int64) * length) // (16 * NESTED_BLOCK)
+    return tl.load(nested_absmax_ptr + nested, mask=mask, other=0.0) * 128.0
 
 
 # --- tiles ----------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ import triton.experimental.gluon.language as gl
 import triton.language as tl  # whose barrier has one name in every version
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from kernelbook.packed.kernels import pairs, pairs_by_table, scale_of, stored_scale
+from kernelbook.packed.kernels import pairs, pairs_by_table, scale_of, scale_of_rows, stored_scale
 from kernelbook.tiles import grouped, is_last_share
 
 GROUP = gl.constexpr(8)  # tiles below each other that share what is read of W
@@ -35,7 +35,13 @@ PREFETCH = gl.constexpr(4)  # by how many steps words come before x does
 @gluon.constexpr_function
 def is_e2m1(scale):
     """Whether elements are e2m1, without a table."""
-    return scale in ("e8m0", "e4m3")
+    return scale in ("e8m0", "e4m3", "e4m3 alone")
+
+
+@gluon.constexpr_function
+def of_elements(scale, by_row, rank):
+    """The scale that multiplies elements: the float32 of NVFP4's rows multiplies their sums, if these have nothing else in them."""
+    return "e4m3 alone" if scale == "e4m3" and not by_row and rank == 0 else scale
 
 
 @gluon.constexpr_function
@@ -90,6 +96,7 @@ def _tile(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, SPLIT_K: gl.constexpr,
 ):  # fmt: skip
     """y[tokens, BLOCK_N] of W (N, K), the stored matrix, over K, or over N if BY_ROW; SPLIT_K programs share the sum."""
+    FRONT: gl.constexpr = of_elements(SCALE, BY_ROW, r)
     WARPS: gl.constexpr = BLOCK_N // 16
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     ROWS: gl.constexpr = BLOCK_K if BY_ROW else BLOCK_N
@@ -170,11 +177,11 @@ def _tile(
     for s in gl.static_range(3):
         inside = (offs_r + s * row_of_step < N) & (offs_c + s * col_of_step < K)
         blocks = (within + (offs_r + s * row_of_step) * K + offs_c + s * col_of_step) // BLOCK_SIZE
-        scales += (stored_scale(block0, blocks, inside, absmax_ptr, nested_absmax_ptr, SCALE),)
+        scales += (stored_scale(block0, blocks, inside, absmax_ptr, nested_absmax_ptr, FRONT),)
     async_copy.wait_group(STAGES - 2)
     words = ring.index(0).load(words_layout)
-    scale = scale_of(scales[0][0], scales[0][1], None, nested_code_ptr, offset, SCALE)
-    _decode(words, scale, code, w_smem.index(0), dtype, SCALE, ROWS, COLS)
+    scale = scale_of(scales[0][0], scales[0][1], None, nested_code_ptr, offset, FRONT)
+    _decode(words, scale, code, w_smem.index(0), dtype, FRONT, ROWS, COLS)
     stored1, nested1 = scales[1]
     stored2, nested2 = scales[2]
     acc = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, layout=mma)
@@ -215,14 +222,14 @@ def _tile(
         mask = gl.expand_dims((offs_r + at * row_of_step < N) & (offs_c + at * col_of_step < K), 2)
         async_copy.async_copy_global_to_shared(ring.index(at % RING), word_ptrs + at * step_words, mask=mask)
         async_copy.commit_group()
-        scale = scale_of(stored1, nested1, None, nested_code_ptr, offset, SCALE)
+        scale = scale_of(stored1, nested1, None, nested_code_ptr, offset, FRONT)
         stored1 = stored2
         nested1 = nested2
         at = i + 3
         inside = (offs_r + at * row_of_step < N) & (offs_c + at * col_of_step < K)
         blocks = (within + (offs_r + at * row_of_step) * K + offs_c + at * col_of_step) // BLOCK_SIZE
-        stored2, nested2 = stored_scale(block0, blocks, inside, absmax_ptr, nested_absmax_ptr, SCALE)
-        _decode(words, scale, code, w_smem.index((i + 1) % 3), dtype, SCALE, ROWS, COLS)
+        stored2, nested2 = stored_scale(block0, blocks, inside, absmax_ptr, nested_absmax_ptr, FRONT)
+        _decode(words, scale, code, w_smem.index((i + 1) % 3), dtype, FRONT, ROWS, COLS)
         acc = warpgroup_mma_wait(1, deps=[token])
     acc = warpgroup_mma_wait(0, deps=[acc])
     async_copy.wait_group(0)
@@ -239,6 +246,9 @@ def _tile(
             for p in gl.static_range(1, SPLIT_K):
                 acc += gl.load(sums_ptr + p * (BLOCK_N * BLOCK_M) + offs, cache_modifier=".cg")
     if is_last:
+        if FRONT == "e4m3 alone":
+            offs_f = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, mma))
+            acc *= scale_of_rows(element0, offs_f, offs_f < N, K, nested_absmax_ptr)[:, None]
         if bias_ptr is not None:
             c_n = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, mma))
             bias = gl.load(bias_ptr + expert.to(gl.int64) * width + c_n, mask=c_n < width, other=0.0)

@@ -114,6 +114,11 @@ def few_of_one(rows: int, n: int, scale: str, sms: int) -> dict[str, int]:
     return {"BLOCK_M": height, "ROWS": rows_of_w, "DEPTH": depth, "WARPS": 4 if full else 8}
 
 
+def words_of_lane(block_size: int, scale: str) -> int:
+    """-> how many words, side by side, a lane reads: e2m1 of one scale; with a code book four lanes' words have one scale."""
+    return min(4, block_size // 8) if scale in ("e8m0", "e4m3") else min(2, block_size // 32)
+
+
 def many_of_one(rows: int, n: int, k: int, scale: str, sms: int) -> tuple[dict[str, int], int] | None:
     """-> the tiles of more rows and a single matrix, and the parts of K; ``None`` where it is faster to make W dense."""
     if rows <= HEIGHT_OF_ONE:
@@ -163,7 +168,7 @@ def plan(
     few = (single and rows <= SKINNY_ROWS_OF_ONE) or (tailored and routed and mean <= SKINNY_ROWS)
     if few and not by_row and not rank:
         tiles = SKINNY if routed else few_of_one(rows, n, scale, properties.num_sms)
-        words = min(4, block_size // 8)  # of a lane, with one scale
+        words = words_of_lane(block_size, scale)
         parts = HEIGHTS[0] // tiles["BLOCK_M"] if routed else 1
         skinny = launcher(
             kernels_nvidia._few_rows_kernel,
