@@ -181,7 +181,8 @@ def _few_rows_kernel(
         words += (first_words,)
         scales += (first_scale,)
     values = table(code_ptr, dtype)
-    acc = gl.zeros((WARPS, ROWS, BLOCK_M), gl.float32, layout=mma)
+    nothing = gl.zeros((WARPS, ROWS, BLOCK_M), gl.float32, layout=mma)
+    acc = nothing
     for step in range(0, gl.where(exists, steps, 0), DEPTH):
         next_words = ()
         next_scales = ()
@@ -206,7 +207,7 @@ def _few_rows_kernel(
                 x = gl.permute(gl.reshape(x, (WARPS, GROUP // 8, 2, 4, BLOCK_M)), (0, 1, 3, 2, 4))
                 x = gl.convert_layout(gl.reshape(x, (WARPS, GROUP, BLOCK_M)), right)
             if FRONT is None:
-                acc += gl.expand_dims(scales[d], 2) * mma_v2(w, x, gl.zeros_like(acc))
+                acc += gl.expand_dims(scales[d], 2) * mma_v2(w, x, nothing)
             else:
                 acc = mma_v2(w, x, acc)
         words = next_words
