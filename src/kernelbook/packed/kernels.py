@@ -95,7 +95,8 @@ def _asm(elements: str, scale: str, dtype: str = "") -> "tl.constexpr":
 
 
 DECODE_BF16, DECODE_FP16 = (_asm(_LOOK_UP, _SCALE_TWO, dtype) for dtype in ("bf16", "f16"))
-BIAS_BF16, BIAS_FP16 = tl.constexpr(2.0**119), tl.constexpr(2.0**7)  # in a scale of NVFP4; with 2^7 more it is too large
+# In a scale of NVFP4; with 2^7 more it is too large.
+BIAS_BF16, BIAS_FP16 = tl.constexpr(2.0**119), tl.constexpr(2.0**7)
 E2M1 = tl.constexpr(
     {
         (kind, is_bf16, far): _asm(

@@ -199,11 +199,12 @@ def _few_rows_kernel(
             )  # fmt: skip
             next_words += (new_words,)
             next_scales += (new_scale,)
-            w = decoded(words[d], None if FRONT is None else gl.expand_dims(scales[d], 3), values, dtype, KIND, FRONT is not None)
+            scale = None if FRONT is None else gl.expand_dims(scales[d], 3)
+            w = decoded(words[d], scale, values, dtype, KIND, FRONT is not None)
             # (warp, row, lane, i, pair, half of a word, half of a pair) -> (warp, row, (i, lane, element))
             w = gl.reshape(gl.permute(w, (0, 1, 3, 2, 5, 4, 6)), (WARPS, ROWS, GROUP))
             w = gl.convert_layout(w, left, assert_trivial=True)
-            if FRONT is not None:  # e2m1's pairs are elements 16 bits apart: (half of a word, element) -> (element, half)
+            if FRONT is not None:  # e2m1's pairs lie 16 bits apart: (half of a word, element) -> (element, half)
                 x = gl.permute(gl.reshape(x, (WARPS, GROUP // 8, 2, 4, BLOCK_M)), (0, 1, 3, 2, 4))
                 x = gl.convert_layout(gl.reshape(x, (WARPS, GROUP, BLOCK_M)), right)
             if FRONT is None:

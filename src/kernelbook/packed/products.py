@@ -115,7 +115,7 @@ def few_of_one(rows: int, n: int, scale: str, sms: int) -> dict[str, int]:
 
 
 def words_of_lane(block_size: int, scale: str) -> int:
-    """-> how many words, side by side, a lane reads: e2m1 of one scale; with a code book four lanes' words have one scale."""
+    """-> how many words, side by side, a lane reads: e2m1 of one scale; with a code book four lanes' words have one scale, or 0."""
     return min(4, block_size // 8) if scale in ("e8m0", "e4m3") else min(2, block_size // 32)
 
 
@@ -166,7 +166,8 @@ def plan(
     tailored = not properties.same_bits  # to the number of rows
     single = tailored and not routed and not (by_row or rank or has_bias)
     few = (single and rows <= SKINNY_ROWS_OF_ONE) or (tailored and routed and mean <= SKINNY_ROWS)
-    if few and not by_row and not rank:
+    words = words_of_lane(block_size, scale)
+    if few and not by_row and not rank and words:
         tiles = SKINNY if routed else few_of_one(rows, n, scale, properties.num_sms)
         words = words_of_lane(block_size, scale)
         parts = HEIGHTS[0] // tiles["BLOCK_M"] if routed else 1
