@@ -12,7 +12,8 @@ pairs (``decoded``), split in two 16-bit numbers so that its own rounding is not
 
 Formats differ in two things, both of which SCALE says. ``"float32"`` and ``"nested"`` have a code book: NF4 and FP4, with
 scales as they are or as 8-bit codes. ``"e8m0"`` and ``"e4m3"`` are MXFP4 and NVFP4: the bits of their e2m1 are moved to where 16-bit numbers have them, and
-a scale of MXFP4, a power of two, needs no second half.
+a scale of MXFP4, a power of two, needs no second half. Nor does ``"e4m3 alone"``: an e4m3 of NVFP4 without its float32, which then
+multiplies the sum of a row.
 
 Elsewhere, and for float32 and float64, the values are looked up with ``tl.gather`` and scaled in float32.
 """
@@ -56,25 +57,21 @@ _LOOK_UP = """
 def _e2m1_asm(mantissa: int, bias: str, far: bool) -> str:
     """e2m1 has the bits of a 16-bit number, but for zeros between its sign and its exponent, and for the exponent's bias.
 
-    Elements that are 16 bits apart are decoded together; neighbours come together after that, unless they stay ``far``.
+    A pair's second element is the next one, or if ``far`` the fourth after it: these lie 16 bits apart in a word already.
 
     ``mantissa``: bits of the 16-bit number's; ``bias``: twice the bits of what it is too small by, or where that lies.
     """
-    lines = [f"    mov.b32 b, {bias};", "    mov.b32 z, 0x80008000;"]
+    shift = 13 - mantissa
+    lines = ["    shl.b32 h, $4, 4;", f"    mov.b32 b, {bias};", "    mov.b32 z, 0x80008000;"]
     for pair, at in enumerate((4, 0, 12, 8)):  # where the elements 0 to 3 lie
         left = mantissa - 1 - at
+        if far:
+            lines += [f"    shl.b32 a, $4, {12 - at};", f"    {'shl' if left > 0 else 'shr'}.b32 i, $4, {abs(left)};"]
+        else:  # a byte's high half and its low one, each on top of 16 bits
+            lines += [f"    prmt.b32 a, $4, h, {0x4000 + 0x1111 * pair:#x};", f"    shr.u32 i, a, {shift};"]
         lines += [
-            f"    {'shl' if left > 0 else 'shr'}.b32 i, $4, {abs(left)};",
-            f"    shl.b32 a, $4, {12 - at};",
-            f"    and.b32 i, i, {0x70007 << (mantissa - 1):#x};",
-            f"    lop3.b32 q{pair}, a, 0x80008000, i, 0xea;",
-        ]
-    if far:
-        return "\n".join(lines + [f"    FMA p{pair}, q{pair}, b, z;" for pair in range(4)]) + "\n"
-    for pair in range(4):
-        first = pair % 2 * 2
-        lines += [
-            f"    prmt.b32 i, q{first}, q{first + 1}, {0x7632 if pair > 1 else 0x5410:#x};",
+            f"    and.b32 i, i, {0x70007000 >> shift:#x};",
+            "    lop3.b32 i, a, 0x80008000, i, 0xea;",
             f"    FMA p{pair}, i, b, z;",
         ]
     return "\n".join(lines) + "\n"
@@ -90,12 +87,12 @@ _PLAIN = "".join(f"    mov.b32 ${i}, p{i};\n" for i in range(4))
 
 def _asm(elements: str, scale: str, dtype: str = "") -> "tl.constexpr":
     """Assembly that decodes ``elements`` and multiplies them."""
-    names = ".reg .b32 i, h, lo, hi, a, b, z, p0, p1, p2, p3, q0, q1, q2, q3;\n"
+    names = ".reg .b32 i, h, lo, hi, a, b, z, p0, p1, p2, p3;\n"
     return tl.constexpr("{\n" + names + (elements + scale).replace("FMA", f"fma.rn.{dtype}x2") + "}")
 
 
 DECODE_BF16, DECODE_FP16 = (_asm(_LOOK_UP, _SCALE_TWO, dtype) for dtype in ("bf16", "f16"))
-# In a scale of NVFP4; with 2^7 more it is too large.
+# What e2m1 is too small by, less 2^7: with that it multiplies an e4m3, and stays in range.
 BIAS_BF16, BIAS_FP16 = tl.constexpr(2.0**119), tl.constexpr(2.0**7)
 E2M1 = tl.constexpr(
     {
@@ -216,16 +213,10 @@ def in_two(scale, dtype: tl.constexpr):
 def pairs(word, scale, values, dtype: tl.constexpr, SCALE: tl.constexpr, FAR: tl.constexpr = False):
     """Words (...) and their blocks' scales -> pairs of 16-bit numbers in int32, (..., 2, 2), the second one at (1, 0).
 
-    A pair's second element is the next one, or if FAR, of e2m1 only, the fourth after it. No scale: None.
+    A pair's second element is the next one, or if FAR, of e2m1 only, the fourth after it.
     """
     IS_BF16: tl.constexpr = dtype == tl.bfloat16
-    if scale is None:
-        p0, p1, p2, p3 = tl.inline_asm_elementwise(
-            LOOKUP, LOOKUP_REGISTERS,
-            [word, values[0], values[1], values[2], values[3], values[4], values[5], values[6], values[7]],
-            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
-        )  # fmt: skip
-    elif SCALE == "e8m0" or SCALE == "e4m3 alone":
+    if SCALE == "e8m0" or SCALE == "e4m3 alone":
         scale = scale if SCALE == "e8m0" else scale * (BIAS_BF16 if IS_BF16 else BIAS_FP16)
         p0, p1, p2, p3 = tl.inline_asm_elementwise(
             e2m1(SCALE, IS_BF16, FAR), PAIRS + ",r,r", [word, bits(scale.to(dtype)) * 0x10001],
@@ -297,13 +288,6 @@ def scale_of(stored, nested, mask, nested_code_ptr, offset, SCALE: tl.constexpr)
         value = tl.fma(value, nested, 0.0) + (tl.load(offset) if offset.dtype.is_ptr() else offset)
         value = value if mask is None else tl.where(mask, value, 0.0)
     return value
-
-
-@triton.jit
-def scale_of_rows(element0, rows, mask, length, nested_absmax_ptr):
-    """NVFP4's float32 of rows that start ``rows * length`` elements after element0 (64-bit), and the 2^7 of "e4m3 alone"."""
-    nested = (element0 + rows.to(tl.int64) * length) // (16 * NESTED_BLOCK)
-    return tl.load(nested_absmax_ptr + nested, mask=mask, other=0.0) * 128.0
 
 
 # --- tiles ----------------------------------------------------------------------------------------------------------

@@ -24,7 +24,8 @@ import triton.experimental.gluon.language as gl
 import triton.language as tl  # whose barrier has one name in every version
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from kernelbook.packed.kernels import pairs, pairs_by_table, scale_of, scale_of_rows, stored_scale
+from kernelbook.packed.kernels import pairs, pairs_by_table, scale_of, stored_scale
+from kernelbook.packed.kernels_nvidia import of_elements, scale_of_rows
 from kernelbook.tiles import grouped, is_last_share
 
 GROUP = gl.constexpr(8)  # tiles below each other that share what is read of W
@@ -36,12 +37,6 @@ PREFETCH = gl.constexpr(4)  # by how many steps words come before x does
 def is_e2m1(scale):
     """Whether elements are e2m1, without a table."""
     return scale in ("e8m0", "e4m3", "e4m3 alone")
-
-
-@gluon.constexpr_function
-def of_elements(scale, by_row, rank):
-    """The scale that multiplies elements: the float32 of NVFP4's rows multiplies their sums, if these have nothing else in them."""
-    return "e4m3 alone" if scale == "e4m3" and not by_row and rank == 0 else scale
 
 
 @gluon.constexpr_function
@@ -96,7 +91,8 @@ def _tile(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, SPLIT_K: gl.constexpr,
 ):  # fmt: skip
     """y[tokens, BLOCK_N] of W (N, K), the stored matrix, over K, or over N if BY_ROW; SPLIT_K programs share the sum."""
-    FRONT: gl.constexpr = of_elements(SCALE, BY_ROW, r)
+    # A sum over rows, or with a low-rank product, has no scale of its own.
+    FRONT: gl.constexpr = SCALE if BY_ROW or r > 0 else of_elements(SCALE)
     WARPS: gl.constexpr = BLOCK_N // 16
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     ROWS: gl.constexpr = BLOCK_K if BY_ROW else BLOCK_N
@@ -247,8 +243,7 @@ def _tile(
                 acc += gl.load(sums_ptr + p * (BLOCK_N * BLOCK_M) + offs, cache_modifier=".cg")
     if is_last:
         if FRONT == "e4m3 alone":
-            offs_f = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, mma))
-            acc *= scale_of_rows(element0, offs_f, offs_f < N, K, nested_absmax_ptr)[:, None]
+            acc *= scale_of_rows(element0 + n0 * K, N - n0, K, nested_absmax_ptr, mma, BLOCK_N)[:, None]
         if bias_ptr is not None:
             c_n = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, mma))
             bias = gl.load(bias_ptr + expert.to(gl.int64) * width + c_n, mask=c_n < width, other=0.0)

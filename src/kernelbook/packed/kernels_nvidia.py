@@ -9,7 +9,7 @@ what they have, always in the same order. No warp waits for another before.
     load the words of DEPTH groups  |  group i:  load its x and the words of group i + DEPTH, decode, multiply
 
 A lane's words have one scale, which multiplies the elements: then the instruction may sum over many blocks, and the same
-lines serve blocks of any size.
+lines serve blocks of any size. NVFP4's float32, which is the same along a row, multiplies the sum.
 
 Bytes: W once, x from the L1 cache for each ROWS rows of W. Needs GPUs with ``mma.sync`` for 16-bit numbers (sm_80 and
 later), x of 16 bits with aligned rows, K in multiples of 64. No low-rank product: it is left to ``kernels_hopper``.
@@ -20,7 +20,7 @@ import triton.experimental.gluon as gluon
 import triton.experimental.gluon.language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from kernelbook.packed.kernels import decoded, scale_of, scale_of_rows, stored_scale, table
+from kernelbook.packed.kernels import NESTED_BLOCK, decoded, scale_of, stored_scale, table
 
 
 @gluon.constexpr_function
@@ -42,24 +42,45 @@ def _words_layout(warps, rows, words):
 
 
 @gluon.constexpr_function
-def _of_elements(scale):
-    """The scale that multiplies elements; None where it multiplies the product of a group, which lies in one block."""
-    return {"e8m0": "e8m0", "e4m3": "e4m3 alone"}.get(scale)
+def of_elements(scale):
+    """The scale that multiplies elements: NVFP4's float32 multiplies the sum of a row."""
+    return "e4m3 alone" if scale == "e4m3" else scale
+
+
+@gluon.jit
+def scale_of_rows(element0, count, length, nested_absmax_ptr, layout: gl.constexpr, ROWS: gl.constexpr):
+    """NVFP4's float32 of ROWS rows from element0 (64-bit) on, with the 2^7 of "e4m3 alone"; NaN where a row has several.
+
+    ``count``: of rows that exist. ``length``: of a row. ``layout``: of a tile of two dimensions, the first one the rows.
+    """
+    BLOCK: gl.constexpr = 16 * NESTED_BLOCK
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))[:, None]
+    at = gl.arange(0, 8, layout=gl.SliceLayout(0, layout))[None, :]
+    start = element0 + rows.to(gl.int64) * length
+    last = (start + length - 1) // BLOCK
+    low = gl.load(nested_absmax_ptr + gl.minimum(start // BLOCK + at, last), mask=rows < count, other=0.0)
+    high = low
+    for more in range(8, length // BLOCK + 2, 8):  # of very long rows
+        nested = gl.load(nested_absmax_ptr + gl.minimum(start // BLOCK + more + at, last), mask=rows < count, other=0.0)
+        low = gl.minimum(low, nested)
+        high = gl.maximum(high, nested)
+    low = gl.min(low, axis=1)
+    return gl.where(low == gl.max(high, axis=1), low * 128.0, float("nan"))
 
 
 @gluon.jit
 def _load(
-    at, word_ptrs, k_w, mask_w, elements, k_s, mask_s, K,
+    at, word_ptrs, elements, k_w, mask_w, K,
     absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, block0,
     EVEN: gl.constexpr, BLOCK_SIZE: gl.constexpr, SCALE: gl.constexpr,
 ):  # fmt: skip
-    """A group's words and scales, ``at`` elements further on; each has its own layout."""
+    """A group's words and their blocks' scales, ``at`` elements further on."""
+    inside = mask_w
     if not EVEN:
-        mask_w = mask_w & (k_w + at < K)
-        mask_s = mask_s & (k_s + at < K)
-    words = gl.load(word_ptrs + at // 8, mask=gl.expand_dims(mask_w, 3), other=0, cache_modifier=".cg")
-    stored, nested = stored_scale(block0, (elements + at) // BLOCK_SIZE, mask_s, absmax_ptr, nested_absmax_ptr, SCALE)
-    return words, scale_of(stored, nested, mask_s, nested_code_ptr, nested_offset_ptr, SCALE)
+        inside = mask_w & (k_w + at < K)
+    words = gl.load(word_ptrs + at // 8, mask=gl.expand_dims(inside, 3), other=0, cache_modifier=".cg")
+    stored, nested = stored_scale(block0, (elements + at) // BLOCK_SIZE, inside, absmax_ptr, nested_absmax_ptr, SCALE)
+    return words, scale_of(stored, nested, inside, nested_code_ptr, nested_offset_ptr, SCALE)
 
 
 # How a warp holds W, with two words a lane. Lane 4 r + l has words of the rows r, r + 8, ..., and there the l-th of four parts
@@ -93,14 +114,16 @@ def _few_rows_kernel(
     X_GROUPED: gl.constexpr, Y_GROUPED: gl.constexpr, EVEN: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, SCALE: gl.constexpr,
     BLOCK_M: gl.constexpr, ROWS: gl.constexpr, WORDS: gl.constexpr, DEPTH: gl.constexpr, WARPS: gl.constexpr,
-    PARTS: gl.constexpr,
+    PARTS: gl.constexpr, FAR: gl.constexpr,
 ):  # fmt: skip
-    """BLOCK_M rows of x times ROWS rows of W. A lane reads WORDS words side by side, of one block, DEPTH groups ahead."""
+    """BLOCK_M rows of x times ROWS rows of W. A lane reads WORDS words side by side, of one block, DEPTH groups ahead.
+
+    With FAR, of e2m1, elements are multiplied in the order that is soonest decoded, and those of x are put into it.
+    """
+    FRONT: gl.constexpr = of_elements(SCALE)
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     GROUP: gl.constexpr = 32 * WORDS
-    FRONT: gl.constexpr = _of_elements(SCALE)
-    KIND: gl.constexpr = SCALE if FRONT is None else FRONT
-    gl.static_assert((GROUP if FRONT is None else 8 * WORDS) <= BLOCK_SIZE)
+    gl.static_assert(8 * WORDS <= BLOCK_SIZE)
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[WARPS, 1, 1], instr_shape=[1, 16, 8])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 8)
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 8)
@@ -146,19 +169,10 @@ def _few_rows_kernel(
     w_i = gl.arange(0, WORDS, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, in_words))))
     # The first element of a lane's share: (WARPS, ROWS, 4)
     k_w = gl.expand_dims(w_w[:, None] * (steps * GROUP) + 0 * w_n[None, :], 2) + (w_l * (8 * WORDS))[None, None, :]
-    n_w = gl.expand_dims(0 * w_w[:, None] + w_n[None, :], 2)
-    elements = n_w * K + k_w
-    mask_w = (n_w + 0 * k_w < N - n0) & exists
+    elements = gl.expand_dims(0 * w_w[:, None] + w_n[None, :], 2) * K + k_w
+    mask_w = (gl.expand_dims(0 * w_w[:, None] + w_n[None, :], 2) + 0 * k_w < N - n0) & exists
     word_offs = gl.expand_dims(elements // 8, 3) + w_i[None, None, None, :]
     word_ptrs = packed_ptr + gl.max_contiguous(gl.multiple_of(word_offs, [1, 1, 1, WORDS]), [1, 1, 1, WORDS])
-    k_s = k_w
-    mask_s = mask_w
-    if FRONT is None:
-        in_sums: gl.constexpr = gl.SliceLayout(2, mma)
-        s_n = gl.arange(0, ROWS, layout=gl.SliceLayout(0, in_sums))[None, :]
-        k_s = gl.arange(0, WARPS, layout=gl.SliceLayout(1, in_sums))[:, None] * (steps * GROUP) + 0 * s_n
-        elements = s_n * K + k_s
-        mask_s = (s_n + 0 * k_s < N - n0) & exists
     elements += within
 
     # Where the K of x lie: the instruction's order is (i, lane, 8), that in memory (lane, i, 8).
@@ -175,14 +189,13 @@ def _few_rows_kernel(
     scales = ()
     for d in gl.static_range(DEPTH):
         first_words, first_scale = _load(
-            d * GROUP, word_ptrs, k_w, mask_w & (d < steps), elements, k_s, mask_s & (d < steps), K,
-            absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, block0, EVEN, BLOCK_SIZE, KIND,
+            d * GROUP, word_ptrs, elements, k_w, mask_w & (d < steps), K,
+            absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, block0, EVEN, BLOCK_SIZE, FRONT,
         )  # fmt: skip
         words += (first_words,)
         scales += (first_scale,)
     values = table(code_ptr, dtype)
-    nothing = gl.zeros((WARPS, ROWS, BLOCK_M), gl.float32, layout=mma)
-    acc = nothing
+    acc = gl.zeros((WARPS, ROWS, BLOCK_M), gl.float32, layout=mma)
     for step in range(0, gl.where(exists, steps, 0), DEPTH):
         next_words = ()
         next_scales = ()
@@ -193,31 +206,25 @@ def _few_rows_kernel(
                 mask = mask & gl.expand_dims(k_x + at < K, 2)
             x = gl.load(x_ptrs + at, mask=mask, other=0.0)
             new_words, new_scale = _load(
-                at + DEPTH * GROUP, word_ptrs, k_w, mask_w & (step + d + DEPTH < steps),
-                elements, k_s, mask_s & (step + d + DEPTH < steps), K,
-                absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, block0, EVEN, BLOCK_SIZE, KIND,
+                at + DEPTH * GROUP, word_ptrs, elements, k_w, mask_w & (step + d + DEPTH < steps), K,
+                absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, block0, EVEN, BLOCK_SIZE, FRONT,
             )  # fmt: skip
             next_words += (new_words,)
             next_scales += (new_scale,)
-            scale = None if FRONT is None else gl.expand_dims(scales[d], 3)
-            w = decoded(words[d], scale, values, dtype, KIND, FRONT is not None)
+            w = decoded(words[d], gl.expand_dims(scales[d], 3), values, dtype, FRONT, FAR)
             # (warp, row, lane, i, pair, half of a word, half of a pair) -> (warp, row, (i, lane, element))
             w = gl.reshape(gl.permute(w, (0, 1, 3, 2, 5, 4, 6)), (WARPS, ROWS, GROUP))
-            w = gl.convert_layout(w, left, assert_trivial=True)
-            if FRONT is not None:  # e2m1's pairs lie 16 bits apart: (half of a word, element) -> (element, half)
+            if FAR:  # (half of a word, element) -> (element, half)
                 x = gl.permute(gl.reshape(x, (WARPS, GROUP // 8, 2, 4, BLOCK_M)), (0, 1, 3, 2, 4))
                 x = gl.convert_layout(gl.reshape(x, (WARPS, GROUP, BLOCK_M)), right)
-            if FRONT is None:
-                acc += gl.expand_dims(scales[d], 2) * mma_v2(w, x, nothing)
-            else:
-                acc = mma_v2(w, x, acc)
+            acc = mma_v2(gl.convert_layout(w, left, assert_trivial=True), x, acc)
         words = next_words
         scales = next_scales
-    y = gl.where(exists, gl.sum(acc, axis=0), 0.0)  # (ROWS, BLOCK_M)
-    offs_n = gl.arange(0, ROWS, layout=gl.SliceLayout(1, result))
+    y = gl.sum(acc, axis=0)  # (ROWS, BLOCK_M)
     if FRONT == "e4m3 alone":
-        y *= scale_of_rows(row0 * K, offs_n, offs_n < N - n0, K, nested_absmax_ptr)[:, None]
-    out_n = n0 + offs_n
+        y *= scale_of_rows(row0 * K, N - n0, K, nested_absmax_ptr, result, ROWS)[:, None]
+    y = gl.where(exists, y, 0.0)
+    out_n = n0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, result))
     if bias_ptr is not None:
         bias_ptrs = bias_ptr + expert * N + out_n
         y += gl.load(bias_ptrs, mask=(out_n < N) & exists, other=0.0).to(gl.float32)[:, None]
