@@ -18,6 +18,7 @@ multiplies the sum of a row.
 Elsewhere, and for float32 and float64, the values are looked up with ``tl.gather`` and scaled in float32.
 """
 
+import itertools
 import re
 
 from kernelbook import packed
@@ -54,13 +55,13 @@ _LOOK_UP = """
 """
 
 
-def _e2m1_asm(mantissa: int, bias: str, far: bool) -> str:
+def _e2m1_asm(kind: str, is_bf16: bool, far: bool) -> str:
     """e2m1 has the bits of a 16-bit number, but for zeros between its sign and its exponent, and for the exponent's bias.
 
     A pair's second element is the next one, or if ``far`` the fourth after it: these lie 16 bits apart in a word already.
-
-    ``mantissa``: bits of the 16-bit number's; ``bias``: twice the bits of what it is too small by, or where that lies.
     """
+    mantissa, bias = (7, "0x7e807e80") if is_bf16 else (10, "0x74007400")  # 2^126 and 2^14, twice
+    bias = "$5" if kind == "e4m3 alone" else bias  # the scale has that in it
     shift = 13 - mantissa
     lines = ["    shl.b32 h, $4, 4;", f"    mov.b32 b, {bias};", "    mov.b32 z, 0x80008000;"]
     for pair, at in enumerate((4, 0, 12, 8)):  # where the elements 0 to 3 lie
@@ -74,7 +75,8 @@ def _e2m1_asm(mantissa: int, bias: str, far: bool) -> str:
             "    lop3.b32 i, a, 0x80008000, i, 0xea;",
             f"    FMA p{pair}, i, b, z;",
         ]
-    return "\n".join(lines) + "\n"
+    scale = {"e8m0": _SCALE_ONE, "e4m3": _SCALE_TWO, "e4m3 alone": _PLAIN}[kind]
+    return str(_asm("\n".join(lines) + "\n", scale, "bf16" if is_bf16 else "f16").value)
 
 
 # The scale in one part, which is exact, or in two.
@@ -94,18 +96,8 @@ def _asm(elements: str, scale: str, dtype: str = "") -> "tl.constexpr":
 DECODE_BF16, DECODE_FP16 = (_asm(_LOOK_UP, _SCALE_TWO, dtype) for dtype in ("bf16", "f16"))
 # What e2m1 is too small by, less 2^7: with that it multiplies an e4m3, and stays in range.
 BIAS_BF16, BIAS_FP16 = tl.constexpr(2.0**119), tl.constexpr(2.0**7)
-E2M1 = tl.constexpr(
-    {
-        (kind, is_bf16, far): _asm(
-            _e2m1_asm(7 if is_bf16 else 10, biased or ("0x7e807e80" if is_bf16 else "0x74007400"), far),  # 2^126, 2^14
-            scale,
-            "bf16" if is_bf16 else "f16",
-        ).value
-        for kind, biased, scale in (("e8m0", "", _SCALE_ONE), ("e4m3", "", _SCALE_TWO), ("e4m3 alone", "$5", _PLAIN))
-        for is_bf16 in (False, True)
-        for far in (False, True)
-    }
-)
+_KINDS = itertools.product(("e8m0", "e4m3", "e4m3 alone"), (False, True), (False, True))
+E2M1 = tl.constexpr({which: _e2m1_asm(*which) for which in _KINDS})
 
 
 @triton.constexpr_function

@@ -25,7 +25,7 @@ import triton.language as tl  # whose barrier has one name in every version
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from kernelbook.packed.kernels import pairs, pairs_by_table, scale_of, stored_scale
-from kernelbook.packed.kernels_nvidia import of_elements, scale_of_rows
+from kernelbook.packed.kernels_nvidia import scale_of_rows
 from kernelbook.tiles import grouped, is_last_share
 
 GROUP = gl.constexpr(8)  # tiles below each other that share what is read of W
@@ -91,8 +91,6 @@ def _tile(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, SPLIT_K: gl.constexpr,
 ):  # fmt: skip
     """y[tokens, BLOCK_N] of W (N, K), the stored matrix, over K, or over N if BY_ROW; SPLIT_K programs share the sum."""
-    # A sum over rows, or with a low-rank product, has no scale of its own.
-    FRONT: gl.constexpr = SCALE if BY_ROW or r > 0 else of_elements(SCALE)
     WARPS: gl.constexpr = BLOCK_N // 16
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     ROWS: gl.constexpr = BLOCK_K if BY_ROW else BLOCK_N
@@ -173,11 +171,11 @@ def _tile(
     for s in gl.static_range(3):
         inside = (offs_r + s * row_of_step < N) & (offs_c + s * col_of_step < K)
         blocks = (within + (offs_r + s * row_of_step) * K + offs_c + s * col_of_step) // BLOCK_SIZE
-        scales += (stored_scale(block0, blocks, inside, absmax_ptr, nested_absmax_ptr, FRONT),)
+        scales += (stored_scale(block0, blocks, inside, absmax_ptr, nested_absmax_ptr, SCALE),)
     async_copy.wait_group(STAGES - 2)
     words = ring.index(0).load(words_layout)
-    scale = scale_of(scales[0][0], scales[0][1], None, nested_code_ptr, offset, FRONT)
-    _decode(words, scale, code, w_smem.index(0), dtype, FRONT, ROWS, COLS)
+    scale = scale_of(scales[0][0], scales[0][1], None, nested_code_ptr, offset, SCALE)
+    _decode(words, scale, code, w_smem.index(0), dtype, SCALE, ROWS, COLS)
     stored1, nested1 = scales[1]
     stored2, nested2 = scales[2]
     acc = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, layout=mma)
@@ -218,14 +216,14 @@ def _tile(
         mask = gl.expand_dims((offs_r + at * row_of_step < N) & (offs_c + at * col_of_step < K), 2)
         async_copy.async_copy_global_to_shared(ring.index(at % RING), word_ptrs + at * step_words, mask=mask)
         async_copy.commit_group()
-        scale = scale_of(stored1, nested1, None, nested_code_ptr, offset, FRONT)
+        scale = scale_of(stored1, nested1, None, nested_code_ptr, offset, SCALE)
         stored1 = stored2
         nested1 = nested2
         at = i + 3
         inside = (offs_r + at * row_of_step < N) & (offs_c + at * col_of_step < K)
         blocks = (within + (offs_r + at * row_of_step) * K + offs_c + at * col_of_step) // BLOCK_SIZE
-        stored2, nested2 = stored_scale(block0, blocks, inside, absmax_ptr, nested_absmax_ptr, FRONT)
-        _decode(words, scale, code, w_smem.index((i + 1) % 3), dtype, FRONT, ROWS, COLS)
+        stored2, nested2 = stored_scale(block0, blocks, inside, absmax_ptr, nested_absmax_ptr, SCALE)
+        _decode(words, scale, code, w_smem.index((i + 1) % 3), dtype, SCALE, ROWS, COLS)
         acc = warpgroup_mma_wait(1, deps=[token])
     acc = warpgroup_mma_wait(0, deps=[acc])
     async_copy.wait_group(0)
@@ -242,7 +240,7 @@ def _tile(
             for p in gl.static_range(1, SPLIT_K):
                 acc += gl.load(sums_ptr + p * (BLOCK_N * BLOCK_M) + offs, cache_modifier=".cg")
     if is_last:
-        if FRONT == "e4m3 alone":
+        if SCALE == "e4m3 alone":
             acc *= scale_of_rows(element0 + n0 * K, N - n0, K, nested_absmax_ptr, mma, BLOCK_N)[:, None]
         if bias_ptr is not None:
             c_n = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, mma))

@@ -41,31 +41,20 @@ def _words_layout(warps, rows, words):
     return gl.DistributedLinearLayout(registers, lanes, _bases(4, 0, 1, warps), [], [warps, rows, 4, words])
 
 
-@gluon.constexpr_function
-def of_elements(scale):
-    """The scale that multiplies elements: NVFP4's float32 multiplies the sum of a row."""
-    return "e4m3 alone" if scale == "e4m3" else scale
-
-
 @gluon.jit
 def scale_of_rows(element0, count, length, nested_absmax_ptr, layout: gl.constexpr, ROWS: gl.constexpr):
     """NVFP4's float32 of ROWS rows from element0 (64-bit) on, with the 2^7 of "e4m3 alone"; NaN where a row has several.
 
-    ``count``: of rows that exist. ``length``: of a row. ``layout``: of a tile of two dimensions, the first one the rows.
+    ``count``: of rows that exist. ``length``: of a row, ``ALONE_LENGTH`` at most. ``layout``: of a tile of two dimensions, the first one the rows.
     """
     BLOCK: gl.constexpr = 16 * NESTED_BLOCK
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))[:, None]
     at = gl.arange(0, 8, layout=gl.SliceLayout(0, layout))[None, :]
     start = element0 + rows.to(gl.int64) * length
     last = (start + length - 1) // BLOCK
-    low = gl.load(nested_absmax_ptr + gl.minimum(start // BLOCK + at, last), mask=rows < count, other=0.0)
-    high = low
-    for more in range(8, length // BLOCK + 2, 8):  # of very long rows
-        nested = gl.load(nested_absmax_ptr + gl.minimum(start // BLOCK + more + at, last), mask=rows < count, other=0.0)
-        low = gl.minimum(low, nested)
-        high = gl.maximum(high, nested)
-    low = gl.min(low, axis=1)
-    return gl.where(low == gl.max(high, axis=1), low * 128.0, float("nan"))
+    found = gl.load(nested_absmax_ptr + gl.minimum(start // BLOCK + at, last), mask=rows < count, other=0.0)
+    low = gl.min(found, axis=1)
+    return gl.where(low == gl.max(found, axis=1), low * 128.0, float("nan"))
 
 
 @gluon.jit
@@ -114,13 +103,9 @@ def _few_rows_kernel(
     X_GROUPED: gl.constexpr, Y_GROUPED: gl.constexpr, EVEN: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, SCALE: gl.constexpr,
     BLOCK_M: gl.constexpr, ROWS: gl.constexpr, WORDS: gl.constexpr, DEPTH: gl.constexpr, WARPS: gl.constexpr,
-    PARTS: gl.constexpr, FAR: gl.constexpr,
+    PARTS: gl.constexpr, FAR: gl.constexpr,  # of e2m1: elements are multiplied in the order that is soonest decoded
 ):  # fmt: skip
-    """BLOCK_M rows of x times ROWS rows of W. A lane reads WORDS words side by side, of one block, DEPTH groups ahead.
-
-    With FAR, of e2m1, elements are multiplied in the order that is soonest decoded, and those of x are put into it.
-    """
-    FRONT: gl.constexpr = of_elements(SCALE)
+    """BLOCK_M rows of x times ROWS rows of W. A lane reads WORDS words side by side, of one block, DEPTH groups ahead."""
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     GROUP: gl.constexpr = 32 * WORDS
     gl.static_assert(8 * WORDS <= BLOCK_SIZE)
@@ -190,7 +175,7 @@ def _few_rows_kernel(
     for d in gl.static_range(DEPTH):
         first_words, first_scale = _load(
             d * GROUP, word_ptrs, elements, k_w, mask_w & (d < steps), K,
-            absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, block0, EVEN, BLOCK_SIZE, FRONT,
+            absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, block0, EVEN, BLOCK_SIZE, SCALE,
         )  # fmt: skip
         words += (first_words,)
         scales += (first_scale,)
@@ -207,11 +192,11 @@ def _few_rows_kernel(
             x = gl.load(x_ptrs + at, mask=mask, other=0.0)
             new_words, new_scale = _load(
                 at + DEPTH * GROUP, word_ptrs, elements, k_w, mask_w & (step + d + DEPTH < steps), K,
-                absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, block0, EVEN, BLOCK_SIZE, FRONT,
+                absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, block0, EVEN, BLOCK_SIZE, SCALE,
             )  # fmt: skip
             next_words += (new_words,)
             next_scales += (new_scale,)
-            w = decoded(words[d], gl.expand_dims(scales[d], 3), values, dtype, FRONT, FAR)
+            w = decoded(words[d], gl.expand_dims(scales[d], 3), values, dtype, SCALE, FAR)
             # (warp, row, lane, i, pair, half of a word, half of a pair) -> (warp, row, (i, lane, element))
             w = gl.reshape(gl.permute(w, (0, 1, 3, 2, 5, 4, 6)), (WARPS, ROWS, GROUP))
             if FAR:  # (half of a word, element) -> (element, half)
@@ -221,7 +206,7 @@ def _few_rows_kernel(
         words = next_words
         scales = next_scales
     y = gl.sum(acc, axis=0)  # (ROWS, BLOCK_M)
-    if FRONT == "e4m3 alone":
+    if SCALE == "e4m3 alone":
         y *= scale_of_rows(row0 * K, N - n0, K, nested_absmax_ptr, result, ROWS)[:, None]
     y = gl.where(exists, y, 0.0)
     out_n = n0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, result))

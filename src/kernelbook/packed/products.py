@@ -67,6 +67,7 @@ HEIGHTS = (16, 32, 128, 256)  # of the tiles that a routing has to list
 SKINNY_ROWS = 6.0
 SKINNY = {"BLOCK_M": 8, "ROWS": 32, "DEPTH": 1, "WARPS": 4}
 SKINNY_ROWS_OF_ONE = 16  # so do the warps of a single matrix, up to so many rows: see `few_of_one`
+ALONE_LENGTH = 7 * 4096  # of rows of NVFP4 whose float32 multiplies the sum: kernels compare eight of them
 SKINNY_ROWS_OF_NVFP4 = 32  # of NVFP4, with 16 elements a scale: the other kernel's threads have more scales to convert
 # Otherwise tiles are decoded beside the tensor cores, up to so many rows a matrix in these tiles. HALVES is how many times a
 # tile may be halved where that is enough.
@@ -110,9 +111,9 @@ def few_of_one(rows: int, n: int, scale: str, sms: int) -> dict[str, int]:
     full = n >= 64 * sms  # four programs a multiprocessor, of 16 rows of W: they hide each other's waiting
     # Many rows of x take longer to read than W to decode: with twice the rows of W they are read half as often.
     rows_of_w = 32 if height == 32 or (full and height == 16 and scale == "e8m0") else 16
-    depth = 2  # groups on their way
-    if scale == "e8m0" and (height == 16 or not full):  # soonest decoded
-        depth = 1
+    depth = (
+        1 if scale == "e8m0" and (height == 16 or not full) else 2
+    )  # groups on their way; MXFP4's are soonest decoded
     if scale == "e4m3" and height < 32:  # groups are half as long: more where programs are few
         depth = 1 if full else 4
     # Where programs are few, MXFP4 waits longer for x in another order than it saves.
@@ -166,7 +167,10 @@ def plan(
     if k % 64 or width % 8 or length % 16:
         return None
     mean = rows / min(experts, rows) if routed else rows
-    packing: dict[str, Any] = {"BLOCK_SIZE": block_size, "SCALE": scale}
+    # A sum over rows, or with a low-rank product in it, has no float32 of its own.
+    alone = scale == "e4m3" and not by_row and not rank and k <= ALONE_LENGTH
+    factor = "e4m3 alone" if alone else scale
+    packing: dict[str, Any] = {"BLOCK_SIZE": block_size, "SCALE": factor}
     tailored = not properties.same_bits  # to the number of rows
     single = tailored and not routed and not (by_row or rank or has_bias)
     few_rows = SKINNY_ROWS_OF_NVFP4 if scale == "e4m3" else SKINNY_ROWS_OF_ONE
