@@ -106,14 +106,13 @@ def decodes_on_the_way(rows: int, experts: int, properties: runtime.DeviceProper
 
 
 def few_of_one(rows: int, n: int, scale: str, sms: int) -> dict[str, int]:
-    """-> the tiles of few rows and a single matrix, (N, K) as stored."""
+    """-> the tiles of up to 32 rows and a single matrix, (N, K) as stored."""
     height = next(h for h in (8, 16, 32) if rows <= h)
     full = n >= 64 * sms  # four programs a multiprocessor, of 16 rows of W: they hide each other's waiting
     # Many rows of x take longer to read than W to decode: with twice the rows of W they are read half as often.
     rows_of_w = 32 if height == 32 or (full and height == 16 and scale == "e8m0") else 16
-    depth = (
-        1 if scale == "e8m0" and (height == 16 or not full) else 2
-    )  # groups on their way; MXFP4's are soonest decoded
+    # Groups on their way; MXFP4's are soonest decoded.
+    depth = 1 if scale == "e8m0" and (height == 16 or not full) else 2
     if scale == "e4m3" and height < 32:  # groups are half as long: more where programs are few
         depth = 1 if full else 4
     # Where programs are few, MXFP4 waits longer for x in another order than it saves.
@@ -169,8 +168,7 @@ def plan(
     mean = rows / min(experts, rows) if routed else rows
     # A sum over rows, or with a low-rank product in it, has no float32 of its own.
     alone = scale == "e4m3" and not by_row and not rank and k <= ALONE_LENGTH
-    factor = "e4m3 alone" if alone else scale
-    packing: dict[str, Any] = {"BLOCK_SIZE": block_size, "SCALE": factor}
+    packing: dict[str, Any] = {"BLOCK_SIZE": block_size, "SCALE": "e4m3 alone" if alone else scale}
     tailored = not properties.same_bits  # to the number of rows
     single = tailored and not routed and not (by_row or rank or has_bias)
     few_rows = SKINNY_ROWS_OF_NVFP4 if scale == "e4m3" else SKINNY_ROWS_OF_ONE
