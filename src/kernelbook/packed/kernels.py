@@ -12,8 +12,7 @@ pairs (``decoded``), split in two 16-bit numbers so that its own rounding is not
 
 Formats differ in two things, both of which SCALE says. ``"float32"`` and ``"nested"`` have a code book: NF4 and FP4, with
 scales as they are or as 8-bit codes. ``"e8m0"`` and ``"e4m3"`` are MXFP4 and NVFP4: the bits of their e2m1 are moved to where 16-bit numbers have them, and
-a scale of MXFP4, a power of two, needs no second half. Nor does ``"e4m3 alone"``: an e4m3 of NVFP4 without its float32, which then
-multiplies a row's sum.
+a scale of MXFP4, a power of two, needs no second half. Nor does ``"e4m3 alone"``: NVFP4's without its float32, a factor of the sum.
 
 Elsewhere, and for float32 and float64, the values are looked up with ``tl.gather`` and scaled in float32.
 """
