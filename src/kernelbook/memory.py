@@ -19,7 +19,7 @@ _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _deterministic = torch._C._get_deterministic_algorithms
 # What Inductor's programs allocate by, on a GPU; ``None`` has :func:`empty` ask ``torch.empty``.
-_new = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None) if runtime.DEVICE.type == "cuda" else None
+_new: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None) if runtime.DEVICE.type == "cuda" else None
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:

@@ -71,7 +71,8 @@ class Kept:
     __slots__ = ("forms", "plan")
 
     def __init__(self, plan: Any) -> None:
-        self.plan, self.forms = plan, None
+        self.plan = plan
+        self.forms: list[Any] | None = None
 
 
 def forget_plans() -> None:
@@ -109,7 +110,9 @@ def _readers(
         form = f"{arg}.shape, {arg}.stride(), {arg}.dtype, {arg}.device, {arg}.data_ptr() % 16"
         optional = kind == "Optional[Tensor]"
         parts.append(f"None if {arg} is None else ({form})" if optional else form)
-        plain.append(f"({arg} is None or " * optional + f"type({arg}) in _plain and not {arg}.is_neg()" + ")" * optional)
+        plain.append(
+            f"({arg} is None or " * optional + f"type({arg}) in _plain and not {arg}.is_neg()" + ")" * optional
+        )
         grad.append(f"({arg} is not None and " * optional + f"{arg}.requires_grad" + ")" * optional)
         dtypes.append(f"None if {arg} is None else {arg}.dtype")
     names = [parameter.name for parameter in parameters]
@@ -199,7 +202,8 @@ class Op:
             self.name, parameters, self._given, returned, saves, keeps
         )
         plain = [name for i, name in enumerate(names) if i not in self._tensors]
-        self._recorded: Any = namedtuple("Recorded", ["saved", "kept", "wanted", "plain", *plain])
+        recorded = namedtuple("Recorded", ["saved", "kept", "wanted", "plain", *plain])
+        self._recorded: Any = recorded
         self.operator = self._declare(schema)
 
     # --- a call
