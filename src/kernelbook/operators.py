@@ -113,7 +113,8 @@ def _readers(
         plain.append(
             f"({arg} is None or " * optional + f"type({arg}) in _plain and not {arg}.is_neg()" + ")" * optional
         )
-        grad.append(f"({arg} is not None and " * optional + f"{arg}.requires_grad" + ")" * optional)
+        if arg not in keeps:
+            grad.append(f"({arg} is not None and " * optional + f"{arg}.requires_grad" + ")" * optional)
         dtypes.append(f"None if {arg} is None else {arg}.dtype")
     names = [parameter.name for parameter in parameters]
     saved = (f"({', '.join(each)}{',' * bool(each)})" for each in (saves, keeps, others, dtypes))
@@ -121,7 +122,7 @@ def _readers(
 def key({", ".join(names)}):
     return {" and ".join(plain)}, (_name, {", ".join(parts)}, _runtime.compile_target, _same_bits(), _fp32())
 def requires_grad({", ".join(names[:given])}):
-    return {" or ".join(grad)}
+    return {" or ".join(grad) or False}
 def saved({", ".join([*names, *results])}):
     return {", ".join(saved)}
 """
@@ -138,10 +139,14 @@ def saved({", ".join([*names, *results])}):
 _libraries: dict[str, torch.library.Library] = globals().get("_libraries", {})
 
 
+def _named_tuples(names: Sequence[str]) -> Any:
+    return namedtuple("Call", names)
+
+
 def named_arguments(parameters: str) -> Any:
     """Return the class of named tuples that hold the arguments of an operator, as its schema lists them."""
     schema = torch._C.parse_schema(f"{NAMESPACE}::call({parameters}) -> ()")
-    return namedtuple("Call", [parameter.name for parameter in schema.arguments])
+    return _named_tuples([parameter.name for parameter in schema.arguments])
 
 
 class Op:
@@ -202,8 +207,7 @@ class Op:
             self.name, parameters, self._given, returned, saves, keeps
         )
         plain = [name for i, name in enumerate(names) if i not in self._tensors]
-        recorded = namedtuple("Recorded", ["saved", "kept", "wanted", "plain", *plain])
-        self._recorded: Any = recorded
+        self._recorded = _named_tuples(["saved", "kept", "wanted", "plain", *plain])
         self.operator = self._declare(schema)
 
     # --- a call
@@ -364,7 +368,7 @@ class Op:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*saved)
         # No hook sees what is kept, and autograd does not compare its versions.
-        ctx.call = kept, with_versions(*kept), plain, dtypes, runtime.in_same_bits()
+        ctx.call = kept, with_versions(*kept) if kept else (), plain, dtypes, runtime.in_same_bits()
 
     def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         outputs = output if isinstance(output, tuple | list) else (output,)
