@@ -55,11 +55,6 @@ def _integer_kind(value: int) -> int:
     return (value == 1) + 2 * (value % 16 == 0) + 4 * wide
 
 
-@functools.lru_cache(maxsize=2**16)
-def _integer_kinds(values: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(map(_integer_kind, values))
-
-
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Block:
     """The block that a kernel reads or writes at a time through a tensor descriptor (TMA); made by :func:`block`."""
@@ -191,8 +186,8 @@ class Launch:
             except (AttributeError, KeyError, StopIteration):
                 _warn_of_slow_launches()
         else:
-            stream = _current_stream(device)
-            found.run(*grid, *_ONES[len(grid) :], stream, *found.before, *values, *found.constants)
+            stream, more = _current_stream(device), (1, 1, 1)[len(grid) :]
+            found.run(*grid, *more, stream, *found.before, *values, *found.constants)
 
     @staticmethod
     def _key(device: int, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Any], torch.Tensor]:
@@ -223,7 +218,7 @@ class Launch:
             elif isinstance(arg, tuple):
                 tensor, strides = arg[0], arg[1:]
                 address = tensor.data_ptr()
-                key += (tensor.dtype, address % 16 == 0, _integer_kinds(strides))
+                key += (tensor.dtype, address % 16 == 0, tuple(map(_integer_kind, strides)))
                 values.append((address, *strides))
             elif kind is float or kind is bool:
                 key.append(kind)
@@ -286,7 +281,6 @@ class AutotunedLaunch(Launch):
         return {"num_warps": tuner.best_config.num_warps, "num_stages": tuner.best_config.num_stages}
 
 
-_ONES = (1, 1, 1)
 MAX_WARPS = 32  # 1,024 threads a program
 
 

@@ -20,6 +20,7 @@ import threading
 from collections import namedtuple
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -61,18 +62,8 @@ def needs_dispatcher() -> bool:
 # --- plans ----------------------------------------------------------------------------------------------------------
 
 MOST_PLANS = 2**14
-_plans: dict[tuple[Any, ...], "Kept"] = {}  # a bounded FIFO cache
+_plans: dict[tuple[Any, ...], Any] = {}  # a bounded FIFO cache
 _plans_lock = threading.Lock()
-
-
-class Kept:
-    """A plan, and what the outputs of its calls are like, once there was one."""
-
-    __slots__ = ("forms", "plan")
-
-    def __init__(self, plan: Any) -> None:
-        self.plan = plan
-        self.forms: list[Any] | None = None
 
 
 def forget_plans() -> None:
@@ -81,8 +72,9 @@ def forget_plans() -> None:
         _plans.clear()
 
 
-def _keep_plan(key: tuple[Any, ...], plan: Any) -> Kept:
-    kept = Kept(plan)
+def _keep_plan(key: tuple[Any, ...], plan: Any) -> Any:
+    """Return a plan as it is kept: with what the outputs of its calls are like, once there was one."""
+    kept = SimpleNamespace(plan=plan, forms=None)
     with _plans_lock:
         if key not in _plans and len(_plans) >= MOST_PLANS:
             del _plans[next(iter(_plans))]
@@ -108,13 +100,10 @@ def _readers(
             others.append(arg)
             continue
         form = f"{arg}.shape, {arg}.stride(), {arg}.dtype, {arg}.device, {arg}.data_ptr() % 16"
-        optional = kind == "Optional[Tensor]"
-        parts.append(f"None if {arg} is None else ({form})" if optional else form)
-        plain.append(
-            f"({arg} is None or " * optional + f"type({arg}) in _plain and not {arg}.is_neg()" + ")" * optional
-        )
+        parts.append(form if kind == "Tensor" else f"None if {arg} is None else ({form})")
+        plain.append(f"({arg} is None or type({arg}) in _plain and not {arg}.is_neg())")
         if arg not in keeps:
-            grad.append(f"({arg} is not None and " * optional + f"{arg}.requires_grad" + ")" * optional)
+            grad.append(f"({arg} is not None and {arg}.requires_grad)")
         dtypes.append(f"None if {arg} is None else {arg}.dtype")
     names = [parameter.name for parameter in parameters]
     saved = (f"({', '.join(each)}{',' * bool(each)})" for each in (saves, keeps, others, dtypes))
@@ -226,12 +215,9 @@ class Op:
             kept = _plans.get(key)
         except (AttributeError, RuntimeError, TypeError):  # no tensors, or some without memory
             return self._dispatch(args)
-        if not plain:
+        if not plain or (kept is None and any(args[i] is not None and args[i].is_meta for i in self._tensors)):
             return self._dispatch(args)
-        if kept is None:
-            if any(args[i] is not None and args[i].is_meta for i in self._tensors):
-                return self._dispatch(args)
-            kept = self._new_plan(key, given)
+        kept = kept or self._new_plan(key, given)
         if wanted and self.results:
             return _record((self, kept, given), *[given[i] for i in self._tensors])
         outputs = self.execute(kept, given)
@@ -250,7 +236,7 @@ class Op:
             if key is not None:
                 _keep_plan(key, None)
 
-    def _new_plan(self, key: tuple[Any, ...], args: tuple[Any, ...]) -> Kept:
+    def _new_plan(self, key: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
         kind = self.kind(*args)
         shared = key if kind is None else (self.name, kind, *key[-3:])
         kept = _plans.get(shared)
@@ -259,7 +245,7 @@ class Op:
             kept = _keep_plan(shared, self.plan(*args))
         return kept if kind is None else _keep_plan(key, kept.plan)
 
-    def execute(self, kept: Kept, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def execute(self, kept: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return new outputs that the kernels have filled."""
         outputs = empty_again(kept.forms, args[self._tensors[0]]) if kept.forms else None
         if outputs is None:
@@ -299,10 +285,7 @@ class Op:
 
     def _by_operator(self, args: tuple[Any, ...], sources: str) -> Any:
         if self._records:
-            wanted = torch.is_grad_enabled() and any(
-                args[i] is not None and args[i].requires_grad for i in self._tensors
-            )
-            args = (*args, wanted)
+            args = (*args, torch.is_grad_enabled() and self._requires_grad(*args))
         found = self.operator(*args, sources)
         if self._num_outputs <= 1:
             return found
@@ -410,7 +393,7 @@ class _Recorded(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, call: tuple[Op, Kept, tuple[Any, ...]], *tensors: Any) -> Any:
+    def forward(ctx: Any, call: tuple[Op, Any, tuple[Any, ...]], *tensors: Any) -> Any:
         op, kept, args = call
         outputs = op.execute(kept, args)
         op.save(ctx, args, outputs)

@@ -424,14 +424,12 @@ def on_device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[obje
     return torch.cuda.device(tensor.device)
 
 
+# What ``os.environ`` reads, which takes over a microsecond to say that a variable is not there; each call with ids asks.
 _environment: dict[bytes, bytes] = os.environ._data  # type: ignore[attr-defined]
 
 
 def debug_enabled() -> bool:
-    """Return whether ``KERNELBOOK_DEBUG=1`` asks for the checks that cost a synchronisation.
-
-    Each call with ids asks, and ``os.environ`` itself takes over a microsecond to say that there is no such variable.
-    """
+    """Return whether ``KERNELBOOK_DEBUG=1`` asks for the checks that cost a synchronisation."""
     return _environment.get(b"KERNELBOOK_DEBUG") == b"1"
 
 
