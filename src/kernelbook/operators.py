@@ -54,9 +54,7 @@ _dynamo_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
 def needs_dispatcher() -> bool:
     """Return whether PyTorch's dispatcher has something to add to every call: a compiler, mode, transform, trace or profiler."""
-    return (
-        is_transformed() or _function_modes() > 0 or _profiling() or _trace() is not None or _dispatch_modes() > 0
-    )  # fmt: skip
+    return is_transformed() or _function_modes() > 0 or _profiling() or _trace() is not None or _dispatch_modes() > 0
 
 
 # --- plans ----------------------------------------------------------------------------------------------------------

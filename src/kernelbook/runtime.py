@@ -424,13 +424,10 @@ def on_device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[obje
     return torch.cuda.device(tensor.device)
 
 
-# What ``os.environ`` reads, which takes over a microsecond to say that a variable is not there; each call with ids asks.
-_environment: dict[bytes, bytes] = os.environ._data  # type: ignore[attr-defined]
-
-
 def debug_enabled() -> bool:
     """Return whether ``KERNELBOOK_DEBUG=1`` asks for the checks that cost a synchronisation."""
-    return _environment.get(b"KERNELBOOK_DEBUG") == b"1"
+    # Each call with ids asks, and ``os.environ`` itself takes over a microsecond to say that a variable is not there.
+    return os.environ._data.get(b"KERNELBOOK_DEBUG") == b"1"  # type: ignore[attr-defined,no-any-return]
 
 
 def autotune_enabled() -> bool:
