@@ -11,18 +11,6 @@ from kernelbook.nf4 import NF4Tensor
 from kernelbook.nn.experts import Float8Tensor, Weight
 from kernelbook.nn.parameters import is_stored_transposed, stored_weight
 
-__all__ = [
-    "LORA_ATTRIBUTE",
-    "NAME",
-    "check_experts",
-    "expert_modules",
-    "expert_weights",
-    "is_experts",
-    "is_transposed",
-    "stored",
-    "weight_names",
-]
-
 NAME = "kernelbook"
 LORA_ATTRIBUTE = "_kernelbook_lora"  # where PEFT's wrappers leave their pairs for the forward pass
 
@@ -73,11 +61,11 @@ def check_experts(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
 def _problem_of(experts: Any) -> str | None:
     """What keeps ``experts`` off the kernels, in words."""
     names = weight_names(experts)
-    missing = [
-        name for name in (*names, *(f"{name}_bias" for name in names if experts.has_bias)) if not hasattr(experts, name)
-    ]
+    # By hasattr a 4-bit weight would be decoded, which no kernel does on the host.
+    there = {*vars(experts), *experts._parameters, *experts._buffers, *getattr(experts, "parametrizations", ())}
+    missing = {*names, *(f"{name}_bias" for name in names if experts.has_bias)} - there
     if missing:
-        return f"must have the parameters {' and '.join(missing)}"
+        return f"must have the parameters {' and '.join(sorted(missing))}"
     try:
         up, down = (stored(experts, name) for name in names)
     except (TypeError, ValueError) as error:

@@ -15,25 +15,6 @@ from kernelbook.lab import measured, plots, record, timing
 from kernelbook.lab.judge import judge
 from kernelbook.lab.tasks import Task
 
-__all__ = [
-    "Steps",
-    "attention_points",
-    "attention_rates",
-    "attention_sweep",
-    "backward_of",
-    "beside",
-    "compiler_table",
-    "exercise",
-    "in_words",
-    "keep_counts",
-    "microseconds",
-    "own_rows",
-    "problem",
-    "step_case",
-    "sweep",
-    "timed_steps",
-]
-
 # Providers of the figures of attention, in their order; the plain variant where it is another kernel.
 ATTENTION = (
     *("kernelbook", "kernelbook:plain", "sdpa_flash", "sdpa_cudnn"),
@@ -206,9 +187,11 @@ def sweep(
                 continue
             ax.set(xscale="log", yscale="log")
             plots.speedup_figure(part, over, own=mine, x_label=x_label, title=title, ax=ax)
+            ax.get_legend().remove()
             if ax is not axes[0]:
-                ax.get_legend().remove()
                 ax.set_ylabel("")
+        if over is not None:
+            figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=6, fontsize=8)
         return plots.finish(figure, rows, own=own)
 
     return plots.with_records(stem, draw)
