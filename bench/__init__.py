@@ -22,24 +22,6 @@ from kernelbook.cases import FUNCTIONS
 from kernelbook.lab import record, timing
 from kernelbook.lab.timing import Case
 
-__all__ = [
-    "CASE_BY_CASE",
-    "NAMES",
-    "ROOMS",
-    "Bench",
-    "Calls",
-    "Tensors",
-    "bench",
-    "benches",
-    "compiled",
-    "forget",
-    "passes",
-    "routing",
-    "row",
-    "step",
-    "write_ceilings",
-]
-
 Tensors = Sequence[torch.Tensor]
 Calls = dict[str, Callable[[], Tensors]]
 # The rooms: each is a package of this name. What `packed` has is measured with the others.

@@ -1,20 +1,15 @@
 """Measures on the GPU at hand: ``python -m bench layer_norm``. Rows are written case by case into ``book/results/<gpu>``.
 
 A case that has rows of this commit is skipped, so the same command goes on where an earlier one ended. With ``--stale`` all cases
-are skipped whose rows are of today's kernels, whatever their commit. ``--gpus 8`` divides the cases among so many processes, each
-with a GPU and a folder of its own, and puts their rows together at the end. ``--warm`` calls everything once and records nothing:
-beforehand it fills the compilers' caches, several processes beside each other.
+are skipped whose rows are of today's kernels, whatever their commit. ``--warm`` calls everything once and records nothing:
+beforehand it fills the compilers' caches, several processes beside each other, each with its ``--part``.
 """
 
 import argparse
 import functools
 import json
-import math
-import os
 import re
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -97,7 +92,7 @@ def warm(case: timing.Case) -> None:
             print(f"not warmed: {what}: {type(error).__name__}: {error}", file=sys.stderr)
 
     problem = attempt(str(case), case.build)
-    for provider, call in problem.providers.items() if isinstance(problem, timing.Problem) else ():
+    for provider, call in problem.providers.items() if problem is not None else ():
         attempt(f"{case}: {provider}", call)
     torch.cuda.empty_cache()  # for processes beside this one
 
@@ -130,28 +125,8 @@ def measure(name: str, given: argparse.Namespace, folder: Path) -> int:
     return 1 if failures else 0
 
 
-# --- several processes ----------------------------------------------------------------------------------------------
-
-
-def divided(arguments: Sequence[str], gpus: int, out: Path, seconds: float) -> int:
-    """The same command in a process a GPU, each with its part of the cases, until all have ended or the time is up."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    names = visible if visible != [""] else [str(i) for i in range(gpus)]
-    command = [sys.executable, "-m", "bench", *arguments, "--gpus", "1"]
-    processes, end = [], time.monotonic() + seconds
-    for i, gpu in enumerate(names[:gpus]):
-        how = ["--part", f"{i}/{gpus}", "--out", str(out / f"part-{i}")]
-        processes.append(subprocess.Popen([*command, *how], env=os.environ | {"CUDA_VISIBLE_DEVICES": gpu}))
-    while any(process.poll() is None for process in processes) and time.monotonic() < end:
-        time.sleep(1)
-    for process in processes:
-        process.kill()  # what it has written stays
-    merge(sorted(out.glob("part-*")), out)
-    return max(abs(process.wait()) for process in processes)
-
-
 def merge(parts: Iterable[Path], out: Path) -> None:
-    """Puts the rows of several processes into ``out``; of rows with the same key the last part's stay."""
+    """Puts the rows of several folders into ``out``; of rows with the same key the last folder's stay."""
     keys = {"ceilings": ("run",)} | {stem: key for one in registry.benches() for stem, key in one.keys.items()}
     for path in (path for part in parts for path in sorted([*part.glob("*/*.csv"), *part.glob("*/*.jsonl")])):
         target, key = out / path.parent.name / path.name, keys.get(path.stem, record.KEY)
@@ -184,8 +159,6 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--select", help="only cases whose description has this, such as 'forward .*r=16'")
     top.add_argument("--stale", action="store_true", help="only cases without rows of today's kernels")
     top.add_argument("--part", type=part_of, default=(0, 1), help="I/N: of N processes the I-th, from 0")
-    top.add_argument("--gpus", type=int, default=1, help="divide the cases among so many GPUs")
-    top.add_argument("--seconds", type=float, default=math.inf, help="with --gpus: when to stop")
     top.add_argument("--warm", action="store_true", help="call everything once and record nothing")
     top.add_argument("--layers", type=int, help="whole_model: so many layers of each model (default: all)")
     top.add_argument("--merge", type=Path, nargs="+", help="measure nothing; put the rows of these folders into --out")
@@ -194,7 +167,6 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures; 1 if a result of ours was not correct or something failed, 2 without a GPU."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
     top = parser()
     given = top.parse_args(arguments)
     out = given.out or record.results_dir()
@@ -206,6 +178,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         top.error(str(error))
     if given.merge:
+        if not any(any(folder.glob("*/*.*")) for folder in given.merge):
+            top.error(f"--merge must be of folders with <gpu>/<file>.csv, got {', '.join(map(str, given.merge))}")
         merge(given.merge, out)
         return 0
     if not (names or given.steps):
@@ -216,8 +190,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if runtime.autotune_enabled():
         print("bench: KERNELBOOK_AUTOTUNE must not be set: rows are of what the rules choose", file=sys.stderr)
         return 2
-    if given.gpus > 1:
-        return divided(arguments, given.gpus, out, given.seconds)
     folder = out / record.device_slug()
     codes = [measure(name, given, folder) for name in names]
     codes += [chapters.record_steps(name) for name in given.steps]

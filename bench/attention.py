@@ -18,8 +18,6 @@ from kernelbook.attention import op, pages
 from kernelbook.attention.reference import flash_attention_backward_reference, flash_attention_reference
 from kernelbook.lab import record, timing
 
-__all__ = ["BENCH", "cases", "extras"]
-
 # B, H, H_kv, N, D, causal
 SHAPES = (
     (4, 48, 48, 4096, 64, True),

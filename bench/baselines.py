@@ -10,8 +10,6 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["axolotl", "has", "peer_version", "version"]
-
 
 def has(module: str) -> bool:
     """Whether the top-level ``module`` is installed; it is not imported."""

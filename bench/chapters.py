@@ -10,8 +10,6 @@ import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
-__all__ = ["record_steps", "recording"]
-
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
 SWITCH = "RECORD_STEPS"
 SECONDS = 600  # for a cell

@@ -10,8 +10,6 @@ from kernelbook import runtime  # noqa: F401  (before Triton, which it sets up)
 import triton
 import triton.language as tl
 
-__all__ = ["fold", "read_rows"]
-
 
 @triton.jit(do_not_specialize=["L"])
 def _read_rows_kernel(

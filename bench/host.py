@@ -24,8 +24,6 @@ from bench import Bench
 from kernelbook.cases import FUNCTIONS, Given, collect, draw, draw_shares
 from kernelbook.lab import record, timing
 
-__all__ = ["BENCH", "measured"]
-
 COLUMNS = ("run", "provider", "call", "host_us", "u", "processes", *record.ENVIRONMENT)
 PROCESSES = 5
 BF16 = torch.bfloat16

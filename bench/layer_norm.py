@@ -19,8 +19,6 @@ from kernelbook.layer_norm import op
 from kernelbook.layer_norm.reference import layer_norm_backward_reference, layer_norm_reference, rms_norm_reference
 from kernelbook.study import layer_norm as study
 
-__all__ = ["BENCH", "cases", "count_wrong_runs_apart"]
-
 EPS, RMS_EPS = 1e-5, 1e-6
 NAMED_SHAPES = ((4096, 1024), (4096, 4096), (4096, 8192), (4096, 15872), (65536, 4096))
 SMALL_SHAPES = ((64, 256), (512, 1024))

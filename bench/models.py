@@ -5,8 +5,6 @@ What a room measures at these sizes is its bench's ``models()``: shapes that no 
 
 import dataclasses
 
-__all__ = ["MODELS", "Model"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Model:

@@ -25,9 +25,6 @@ from kernelbook import check, runtime
 from kernelbook.lab.timing import Case, Problem
 from kernelbook.nn import moe
 
-__all__ = ["BENCH", "cases"]
-
-
 # experts, hidden size, intermediate size, experts of a token
 MODELS = {
     "Qwen3-30B-A3B": (128, 2048, 768, 8),
@@ -73,14 +70,6 @@ def block_reference(
 
 
 # --- transformers' module with PEFT's wrappers ----------------------------------------------------------------------
-
-
-class _Holder(torch.nn.Module):
-    """What a model is to PEFT: something that has the experts as a part."""
-
-    def __init__(self, experts: torch.nn.Module) -> None:
-        super().__init__()
-        self.experts = experts
 
 
 class _Layer:
@@ -129,7 +118,8 @@ class _Layer:
                 r=rank, lora_alpha=2 * rank, target_modules=[], target_parameters=[f"experts.{n}" for n in names],
                 init_lora_weights=False,
             )  # fmt: skip
-            model: Any = peft.get_peft_model(_Holder(getattr(self, kind)), settings)  # type: ignore[arg-type]
+            holder: Any = torch.nn.ModuleDict({"experts": getattr(self, kind)})
+            model: Any = peft.get_peft_model(holder, settings)
             interop_peft.use_factors(model)
             wrappers: dict[str, Any] = {w.parameter_name: w for w in model.modules() if hasattr(w, "parameter_name")}
             for name in names:

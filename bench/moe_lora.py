@@ -21,8 +21,6 @@ from kernelbook.moe_lora.reference import (
 )
 from kernelbook.packed import NF4, NF4Tensor
 
-__all__ = ["BENCH", "MODELS", "Shape", "cases", "projections"]
-
 # Experts, hidden size, intermediate size, experts a token (from the models' published configurations).
 MODELS = {
     "Qwen3.5-35B-A3B": (256, 2048, 512, 8),
@@ -84,14 +82,6 @@ class _Inputs:
         self.lora_b = randn(shape.experts, shape.n, shape.rank)
         self.dy = randn(shape.rows, shape.n)
 
-    @property
-    def ends(self) -> torch.Tensor:
-        return self.sorted_routing[2][1:].to(torch.int32)
-
-    @property
-    def order(self) -> torch.Tensor:
-        return self.routing.order.long()
-
 
 def _base(shape: Shape, dtype: torch.dtype) -> timing.Problem:
     """The product without a low-rank update."""
@@ -151,7 +141,7 @@ def _dx(shape: Shape, dtype: torch.dtype) -> timing.Problem:
         return lambda: [op.moe_lora_backward(t.dy, None, *call, needs)[0]]
 
     def grouped_mm() -> Tensors:
-        rows, ends = t.dy[t.order], t.ends
+        rows, ends = t.dy[t.routing.order.long()], t.sorted_routing[2][1:].to(torch.int32)
         dx = torch._grouped_mm(rows, t.w.transpose(1, 2), offs=ends)
         dx += torch._grouped_mm(torch._grouped_mm(rows, t.lora_b, offs=ends), t.lora_a, offs=ends)
         if shape.grouped:
@@ -246,107 +236,52 @@ def _route(shape: Shape, dtype: torch.dtype) -> timing.Problem:
         routing = op.route(ids, shape.experts)
         return [routing.order, routing.inverse, routing.offsets]
 
-    calls: Calls = {
-        "torch": lambda: route_reference(ids, shape.experts),
-        "kernelbook": ours,
-    }
-
     def exact() -> Tensors:
         return as_numbers(route_reference(ids, shape.experts))
 
+    calls: Calls = {"torch": lambda: route_reference(ids, shape.experts), "kernelbook": ours}
     return timing.Problem(calls, exact, exact, check.FORWARD_FACTOR, dict.fromkeys(calls, as_numbers))
 
 
 # --- counts ---------------------------------------------------------------------------------------------------------
 
 
-def _used(shape: Shape) -> int:
-    """Experts that have rows."""
-    return len(routing(shape.tokens, shape.experts, shape.slots).unique())
+def _count(name: str, mode: str, shape: Shape) -> tuple[int, int]:
+    """Elements of 16 bits that a family's call reads and writes at least, and operations."""
+    if name == "route":
+        return 4 * shape.rows, 0
+    used = len(routing(shape.tokens, shape.experts, shape.slots).unique())  # experts that have rows
+    weights, sides = shape.k * shape.n, shape.k + shape.n
+    elements = (shape.rows if shape.grouped else shape.tokens) * shape.k + used * weights + shape.rows * shape.n
+    flop = 2 * shape.rows * weights
+    if name.startswith("moe_lora"):
+        elements, flop = elements + used * shape.rank * sides, flop + 2 * shape.rows * shape.rank * sides
+    if name.endswith("nf4"):  # 4 bits, and a scale of 32 for 64 elements, instead of 16 bits
+        elements -= round(used * weights * (1 - 4.5 / 16))
+    if mode == "forward_backward":
+        # Of the factors' gradients. Read: x, dy, U and D. Written: dA and dB.
+        factors = shape.tokens * shape.k + shape.rows * (shape.n + 2 * shape.rank) + shape.experts * shape.rank * sides
+        elements, flop = 2 * elements + factors, 2 * (flop + shape.rows * shape.rank * sides)
+    return elements, flop
 
 
-def _x_elements(shape: Shape) -> int:
-    return (shape.rows if shape.grouped else shape.tokens) * shape.k
-
-
-def _count_base(shape: Shape) -> tuple[int, int]:
-    elements = _x_elements(shape) + _used(shape) * shape.k * shape.n + shape.rows * shape.n
-    return elements, 2 * shape.rows * shape.k * shape.n
-
-
-def _count_lora(shape: Shape) -> tuple[int, int]:
-    elements, flop = _count_base(shape)
-    sides = shape.k + shape.n
-    return elements + _used(shape) * shape.rank * sides, flop + 2 * shape.rows * shape.rank * sides
-
-
-def _count_step(shape: Shape) -> tuple[int, int]:
-    elements, flop = _count_lora(shape)
-    sides = shape.k + shape.n
-    # Of the factors' gradients. Read: x, dy, U and D. Written: dA and dB.
-    factors = shape.tokens * shape.k + shape.rows * (shape.n + 2 * shape.rank) + shape.experts * shape.rank * sides
-    return 2 * elements + factors, 2 * (flop + shape.rows * shape.rank * sides)
-
-
-def _count_packed(shape: Shape) -> tuple[int, int]:
-    elements, flop = _count_base(shape)
-    # 4 bits, and a scale of 32 for 64 elements, instead of 16 bits.
-    return elements - round(_used(shape) * shape.k * shape.n * (1 - 4.5 / 16)), flop
-
-
-def _count_packed_step(shape: Shape) -> tuple[int, int]:
-    elements, flop = _count_step(shape)
-    return elements - 2 * round(_used(shape) * shape.k * shape.n * (1 - 4.5 / 16)), flop
-
-
-def _count_route(shape: Shape) -> tuple[int, int]:
-    return 4 * shape.rows, 0
-
-
-# By function and pass: what makes the calls, and what counts elements and operations.
-FAMILIES: dict[tuple[str, str], tuple[Callable[..., timing.Problem], Callable[[Shape], tuple[int, int]]]] = {
-    ("scatter2scatter", "forward"): (_base, _count_base),
-    ("moe_lora", "forward"): (functools.partial(_moe_lora, "forward"), _count_lora),
-    ("moe_lora", "forward_backward"): (functools.partial(_moe_lora, "forward_backward"), _count_step),
-    ("moe_lora_dx", "backward"): (_dx, _count_lora),
-    ("scatter2scatter_nf4", "forward"): (_packed, _count_packed),
-    ("moe_lora_nf4", "forward_backward"): (_packed_step, _count_packed_step),
-    ("route", "forward"): (_route, _count_route),
+# By function and pass what makes the calls.
+FAMILIES: dict[tuple[str, str], Callable[..., timing.Problem]] = {
+    ("scatter2scatter", "forward"): _base,
+    ("moe_lora", "forward"): functools.partial(_moe_lora, "forward"),
+    ("moe_lora", "forward_backward"): functools.partial(_moe_lora, "forward_backward"),
+    ("moe_lora_dx", "backward"): _dx,
+    ("scatter2scatter_nf4", "forward"): _packed,
+    ("moe_lora_nf4", "forward_backward"): _packed_step,
+    ("route", "forward"): _route,
 }
 
 
 def _case(name: str, mode: str, shape: Shape, x_name: str = "r") -> timing.Case:
-    dtype, (build, count) = torch.bfloat16, FAMILIES[name, mode]
-    elements, flop = count(shape)
+    dtype, (elements, flop) = torch.bfloat16, _count(name, mode, shape)
+    build = functools.partial(FAMILIES[name, mode], shape, dtype)
     x, gbytes = shape.named[x_name], elements * dtype.itemsize / 1e9
-    return timing.Case(
-        name, mode, dtype, shape.named, x_name, x, gbytes, flop / 1e9, functools.partial(build, shape, dtype)
-    )
-
-
-def _first_call() -> timing.Case:
-    """The wall-clock time of a first call with empty caches, see ``timing.first_call_ms``."""
-    shape = projections("Qwen3-30B-A3B")["gate_up"]
-    made = f"""
-import kernelbook as kb
-def randn(*size, grad=True):
-    return torch.randn(*size, device="cuda", dtype=torch.bfloat16).requires_grad_(grad)
-ids = torch.rand({shape.tokens}, {shape.experts}, device="cuda").argsort(1)[:, :{shape.slots}]
-w = randn({shape.experts}, {shape.k}, {shape.n}, grad=False)
-x, a, b = randn({shape.tokens}, {shape.k}), randn({shape.experts}, 16, {shape.k}), randn({shape.experts}, {shape.n}, 16)
-"""
-    codes = {"kernelbook": f"# first call\nkb.moe_lora(x, w, a, b, kb.route(ids, {shape.experts})).sum().backward()\n"}
-    if baselines.has("axolotl"):
-        codes["axolotl"] = f"""
-from bench import baselines
-lora = baselines.axolotl("parallel_linear_lora").parallel_linear_lora
-offsets = torch.bincount(ids.flatten(), minlength={shape.experts}).cumsum(0)
-a, b = a.detach().flatten(0, 1).requires_grad_(), b.detach().transpose(0, 1).flatten(1).requires_grad_()
-# first call
-lora(x, w, {shape.slots}, *torch.sort(ids.flatten()), offsets, a, b, use_fused_dX=True).sum().backward()
-"""
-    first = timing.FirstCall({who: made + code for who, code in codes.items()})
-    return timing.Case("moe_lora", "first_call", torch.bfloat16, shape.named, "r", shape.rank, 0.0, 0.0, lambda: first)
+    return timing.Case(name, mode, dtype, shape.named, x_name, x, gbytes, flop / 1e9, build)
 
 
 def cases() -> Iterator[timing.Case]:
@@ -376,7 +311,6 @@ def cases() -> Iterator[timing.Case]:
     for rank in (16, 64):
         for experts in (8, 16, 32, 64, 128, 256):
             yield _case("moe_lora", "forward", Shape(experts, 2048, 1536, 8, rank=rank), "E")
-    yield _first_call()
 
 
 def models() -> Iterator[timing.Case]:

@@ -26,8 +26,6 @@ from kernelbook.lab.timing import Case, Problem
 from kernelbook.nf4.op import NF4Tensor, nf4_dequantize, nf4_matmul, nf4_quantize
 from kernelbook.packed.fp4 import fp4_quantize
 
-__all__ = ["BENCH", "cases"]
-
 EXPERTS, ROWS, COLS, BLOCK_SIZE = 256, 1024, 2048, 64
 ACTIVE = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 MATRICES, TOKENS = ((14336, 4096), (4096, 14336)), (1, 4, 8, 16, 32, 64, 128, 512, 2048)

@@ -32,8 +32,6 @@ from kernelbook import runtime
 from kernelbook.lab import record
 from kernelbook.train.text import Corpus, TextData
 
-__all__ = ["BENCH", "SIZES", "TINY", "WAYS", "finetune", "pretrain", "run"]
-
 STEM = "same_loss_curves"
 KEY = ("shape", "way", "seed", "steps")
 SEEDS = (0, 1, 2)

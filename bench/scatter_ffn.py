@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
@@ -15,19 +15,19 @@ from kernelbook.scatter_ffn import op
 from kernelbook.scatter_ffn.reference import dense_ffn, gather_matmul_reference, scatter_ffn_reference
 from kernelbook.study.scatter_ffn import launch_fused
 
-__all__ = ["BENCH", "LLAMA", "PLAIN", "cases", "ffn_case"]
-
 ATOMICS_KEY = ("op", "variant", "dtype", "shape", "programs")
 
 TOKENS = (1, 16, 128, 1024)
 FRACTIONS = (0.02, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0)
 
 
-class Shape:
+class Shape(NamedTuple):
     """One network: K inputs and outputs, N neurons."""
 
-    def __init__(self, k: int, n: int, gated: bool, activation: str) -> None:
-        self.k, self.n, self.gated, self.activation = k, n, gated, activation
+    k: int
+    n: int
+    gated: bool
+    activation: str
 
     def text(self, m: int) -> dict[str, Any]:
         """The columns of ``shape``; what is not the default is named."""
@@ -114,27 +114,13 @@ def _gather(shape: Shape, m: int, fraction: float) -> timing.Problem:
 
 
 def _case(
-    build: Callable[..., timing.Problem], shape: Shape, m: int, fraction: float, counts: tuple[float, float] | None = None,
-    /, **other: Any,
+    op: str, build: Callable[..., timing.Problem], shape: Shape, m: int, fraction: float,
+    counts: tuple[float, float] | None = None,
 ) -> timing.Case:  # fmt: skip
-    """By default a forward pass with a fraction of the neurons; ``counts``: its gbytes and gflop; ``other``: fields."""
+    """A forward pass with a fraction of the neurons; ``counts``: its gbytes and gflop, where they are not the network's."""
     gbytes, gflop = shape.counts(m, shape.active(fraction)) if counts is None else counts
-    fields: dict[str, Any] = {
-        "op": "scatter_ffn", "mode": "forward", "dtype": torch.bfloat16, "shape": shape.text(m), "x_name": "active",
-        "x": fraction, "gbytes": gbytes, "gflop": gflop, "build": functools.partial(build, shape, m, fraction),
-    }  # fmt: skip
-    return timing.Case(**fields | other)
-
-
-def ffn_case(shape: Shape, m: int, fraction: float) -> timing.Case:
-    """The forward pass with a fraction of the neurons."""
-    return _case(_forward, shape, m, fraction)
-
-
-def _gather_case(shape: Shape, m: int, fraction: float) -> timing.Case:
-    active = shape.active(fraction)
-    counts = 2 * (active * shape.k + m * shape.k + m * active) / 1e9, 2 * m * active * shape.k / 1e9
-    return _case(_gather, shape, m, fraction, counts, op="gather_matmul")
+    build = functools.partial(build, shape, m, fraction)
+    return timing.Case(op, "forward", torch.bfloat16, shape.text(m), "active", fraction, gbytes, gflop, build)
 
 
 def _read(shape: Shape, m: int, fraction: float) -> timing.Problem:
@@ -154,31 +140,29 @@ def _read(shape: Shape, m: int, fraction: float) -> timing.Problem:
     return timing.Problem(calls, truth, truth, check.FORWARD_FACTOR, views)
 
 
-def _read_case(shape: Shape, m: int, fraction: float) -> timing.Case:
-    """The floor: a kernel that reads the listed rows of the weights and does nothing else."""
-    return _case(_read, shape, m, fraction, (shape.counts(0, shape.active(fraction))[0], 0.0), op="read_rows")
-
-
 def cases() -> Iterator[timing.Case]:
     """Both networks at every number of tokens and fraction; the up projection alone, the floor."""
     for shape in (PLAIN, LLAMA):
         for m in TOKENS:
             for fraction in FRACTIONS:
-                yield ffn_case(shape, m, fraction)
+                yield _case("scatter_ffn", _forward, shape, m, fraction)
     for m in (4, 32, 64, 256, 4096):
-        yield ffn_case(PLAIN, m, 0.1)
+        yield _case("scatter_ffn", _forward, PLAIN, m, 0.1)
+    active, k = PLAIN.active(0.1), PLAIN.k
     for m in TOKENS:
-        yield _gather_case(PLAIN, m, 0.1)
-    for shape in (PLAIN, LLAMA):
+        counts = 2 * (active * k + m * k + m * active) / 1e9, 2 * m * active * k / 1e9
+        yield _case("gather_matmul", _gather, PLAIN, m, 0.1, counts)
+    for shape in (PLAIN, LLAMA):  # the floor: a kernel that reads the listed rows of the weights and does nothing else
         for fraction in FRACTIONS:
-            yield _read_case(shape, 1, fraction)
+            counts = shape.counts(0, shape.active(fraction))[0], 0.0
+            yield _case("read_rows", _read, shape, 1, fraction, counts)
 
 
 def models() -> Iterator[timing.Case]:
     """The dense networks of this year's models, a tenth of their neurons active: one token, and a batch of 16."""
     for k, n in sorted({(model.hidden, model.intermediate) for model in MODELS.values() if model.intermediate}):
         for m in (1, 16):
-            yield ffn_case(Shape(k, n, True, "silu"), m, 0.1)
+            yield _case("scatter_ffn", _forward, Shape(k, n, True, "silu"), m, 0.1)
 
 
 def atomics_experiment() -> pd.DataFrame:

@@ -39,8 +39,6 @@ from kernelbook.train import CONFIGS, Trainer
 from kernelbook.train.capture import Captured
 from kernelbook.train.parallel import ParallelTrainer
 
-__all__ = ["BENCH", "KEY", "Sizes", "bench", "sections"]
-
 KEY = (*(name for name in record.KEY if name != "gpus"), "gpus")
 CALLS = 6  # of a layer between two looks at the clock
 CHECKED = 128  # tokens of each rank for which results are compared with float64
@@ -89,11 +87,6 @@ def _measure(call: Callable[[], Any], calls: int, samples: int) -> timing.Timing
 
 def _on_gpu() -> bool:
     return runtime.DEVICE.type == "cuda"
-
-
-def _host_us(call: Callable[[], Any]) -> float:
-    """The host's time for a call that finds the device idle, the slowest rank's: until it returns, not until it is done."""
-    return _slowest(timing.wall(call, samples=5, before=_together)[1])
 
 
 def _row(*given: Any, **figures: Any) -> dict[str, str]:
@@ -191,19 +184,6 @@ def _shape(model: Sequence[int]) -> str:
     return f"E={experts} H={hidden} I={inner} k={slots} r={moe_block.RANK}"
 
 
-def _layers(sizes: Sizes) -> Iterator[dict[str, str]]:
-    for name, tokens in zip(sizes.models, sizes.tokens, strict=True):
-        for kind in ("nf4", "dense"):
-            yield from _layer(moe_block.MODELS[name], kind, tokens, sizes.samples)
-        forget()
-
-
-def _peers(sizes: Sizes) -> Iterator[dict[str, str]]:
-    if _on_gpu() and baselines.has("transformers") and baselines.has("peft"):
-        for name, tokens in zip(sizes.models, sizes.tokens, strict=True):
-            yield from _peer(moe_block.MODELS[name], tokens, sizes.samples)
-
-
 def _layer(model: Sequence[int], kind: str, counts: Sequence[int], samples: int) -> Iterator[dict[str, str]]:
     provider, joint = ("kernelbook", ":") if kind == "nf4" else ("kernelbook:dense", "_")
     layer, ranks = _experts(model, kind, moe_block.RANK), dist.get_world_size()
@@ -224,9 +204,11 @@ def _layer(model: Sequence[int], kind: str, counts: Sequence[int], samples: int)
         peak = _slowest(timing.peak_mib(call))
         call = Captured(call) if graph else call
         variant = "graph" if graph else way
+        # Of a call that finds the device idle, until it returns, not until it is done.
+        host = _slowest(timing.wall(call, samples=5, before=_together)[1])
         yield _row(
             "expert_parallel", "forward_backward", f"{provider}{joint}{variant}" if variant else provider, torch.bfloat16,
-            _shape(model), ("T", count), _measure(call, CALLS, samples), host_us=_host_us(call), peak_mib=peak,
+            _shape(model), ("T", count), _measure(call, CALLS, samples), host_us=host, peak_mib=peak,
             err_ratio=ratios[way],
         )  # fmt: skip
         del call
@@ -248,7 +230,7 @@ class _Settled(torch.autograd.Function):
 def _peer(model: Sequence[int], counts: Sequence[int], samples: int) -> Iterator[dict[str, str]]:
     """transformers' experts with PEFT's pairs, and where there are several ranks its all-to-all around them."""
     (experts, hidden, inner, slots), ranks, mesh = model, dist.get_world_size(), _mesh()
-    if experts % ranks:
+    if experts % ranks or not (_on_gpu() and baselines.has("transformers") and baselines.has("peft")):
         return
     layer = moe_block._Layer((experts // ranks, hidden, inner, slots), moe_block.RANK)
     forward, leaves = layer.call("grouped_mm")
@@ -318,7 +300,8 @@ def _train(sizes: Sizes, one: dict[str, list[float]]) -> Iterator[dict[str, str]
                 key = f"{name} {batch} {mode}"
                 if ranks == 1:
                     one[key] = losses
-                gap = _gap(losses, one.get(key))
+                truth = one.get(key, losses)  # no run of one GPU had this batch, or this rank was not in it
+                gap = math.dist(losses, truth) / math.hypot(*truth)
                 if gap > GAP:
                     raise check.CheckError(
                         f"train_step: losses of {parallel} must be those of one GPU, they differ by {gap:.2g}"
@@ -335,23 +318,18 @@ def _train(sizes: Sizes, one: dict[str, list[float]]) -> Iterator[dict[str, str]
                 forget()
 
 
-def _gap(losses: Sequence[float], truth: Sequence[float] | None) -> float:
-    if truth is None:  # no run of one GPU had this batch, or this rank was not in it
-        return 0.0
-    return math.dist(losses, truth) / math.hypot(*truth)
-
-
 # --- the command ----------------------------------------------------------------------------------------------------
 
 
 def sections(sizes: Sizes) -> dict[str, Callable[[], Iterator[dict[str, str]]]]:
     """The figures by name, each to be called on every rank of the default process group."""
-    parts: dict[str, Callable[..., Iterator[dict[str, str]]]] = {
-        "layers": _layers,
-        "peers": _peers,
-        "train": functools.partial(_train, one={}),
+    models = [(moe_block.MODELS[name], tokens) for name, tokens in zip(sizes.models, sizes.tokens, strict=True)]
+    layers = [(model, kind, tokens) for model, tokens in models for kind in ("nf4", "dense")]
+    return {
+        "layers": lambda: itertools.chain.from_iterable(_layer(*layer, sizes.samples) for layer in layers),
+        "peers": lambda: itertools.chain.from_iterable(_peer(*model, sizes.samples) for model in models),
+        "train": functools.partial(_train, sizes, {}),
     }
-    return {name: functools.partial(part, sizes) for name, part in parts.items()}
 
 
 def bench(folder: Path, select: str | None = None, sizes: Sizes = Sizes()) -> int:

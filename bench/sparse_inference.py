@@ -37,8 +37,6 @@ from kernelbook.train.text import TextData
 import triton
 import triton.language as tl
 
-__all__ = ["BENCH", "Decoder", "Predictor", "measure", "train_predictors"]
-
 STEM = "sparse_inference"
 WIDTHS = {1024: "medium", 2048: "large", 4096: "huge"}
 SHARES = (0.05, 0.1, 0.25)

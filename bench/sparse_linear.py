@@ -18,8 +18,6 @@ from kernelbook.sparse_linear.reference import (
     sparse_forward_reference,
 )
 
-__all__ = ["BENCH", "backward_case", "cases"]
-
 CHUNK = 64
 SHAPES = (
     (2048, 512, 2048),

@@ -40,8 +40,6 @@ from kernelbook.train.seeds import generator
 from kernelbook.train.synthetic import PlantedTeacher, score_scheduler
 from kernelbook.train.text import TextData
 
-__all__ = ["BENCH", "run", "step_gflop"]
-
 STEM = "sparse_training"
 SIZES = {config.width: name for name, config in CONFIGS.items() if name != "tiny"}
 WIDTHS, SEEDS = (512, 1024, 2048), (0, 1, 2)

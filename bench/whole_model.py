@@ -53,8 +53,6 @@ from kernelbook.lab import profiling, record, timing
 from kernelbook.train.capture import Captured
 from kernelbook.train.step import CapturedStep
 
-__all__ = ["BENCH", "MODELS", "Plan", "bench", "build", "plans"]
-
 RANK, PROMPT, ROOM, WARM = 16, 2048, 64, 3
 COLUMNS = (*record.COLUMNS, "add_host_us", "setup_s")
 STEM, PARTS_STEM, BITS_STEM = "whole_model", "whole_model_parts", "whole_model_bits"
@@ -393,9 +391,7 @@ class Plan:
         parts = {"model": self.model, "layers": layers, "task": self.task}
         if self.task == "step":
             parts |= {"N": tokens, "r": RANK, "checkpoint": 1}
-        elif self.task == "copies":
-            pass
-        else:
+        elif self.task != "copies":
             parts |= {"N": 1, "S": tokens} if self.task in ONE_TOKEN else {"N": tokens, "S": 0}
         return " ".join(f"{name}={value}" for name, value in (parts | {"graph": self.graph}).items())
 

@@ -76,7 +76,7 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
         return
     for name, other in {
         "_why_not": lambda device: None,
-        "_drawn": lambda: 0,
+        "drawn": lambda: 0,
         "_run_on": lambda stream, call: call(),
         "_capture": _captured,
     }.items():

@@ -28,6 +28,11 @@ def test_doctor_passes(capsys: pytest.CaptureFixture[str]) -> None:
 def test_doctor_says_what_to_expect_of_a_gpu_without_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "DEVICE", torch.device("cuda"))
     said = {}
+    with (
+        pytest.raises(ValueError, match=r"compiling_for: target must be one of sm_75, .*, got 'sm_42'"),
+        runtime.compiling_for("sm_42"),
+    ):
+        pass
     for target in ("sm_75", "sm_80"):
         with runtime.compiling_for(target):
             said[target] = dict(doctor._machine())

@@ -322,3 +322,11 @@ def test_other_wrapped_parameters_are_left_alone() -> None:
     assert_as_eager(model, interop.use_kernels)
     interop.use_kernels(model)
     assert _wrappers(model).count(layer.ParamWrapper) == 1
+
+
+def test_a_model_that_refuses_the_kernels_keeps_its_wrappers(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _tiny("qwen3_moe")
+    monkeypatch.setattr(model.get_base_model(), "set_experts_implementation", lambda name: pytest.fail("no switching"))
+    with pytest.raises(pytest.fail.Exception):
+        interop.use_kernels(model)
+    assert not any(type(module).__module__.startswith("kernelbook") for module in model.modules())

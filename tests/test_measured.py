@@ -118,24 +118,15 @@ def test_a_line_has_the_worst_the_middle_and_the_best_share_and_where_it_is_wors
 
 
 def test_bounded_are_the_package_s_own_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = calls(
-        *[("a", "bfloat16", 2.0, 1.0, 2.0)] * 5,
-        provider=["kernelbook", "kernelbook:locks", "torch", *["kernelbook"] * 2],
-    )
-    rows = rows.assign(op=["f", "f", "f", "read_rows", "f"], mode=[*["forward"] * 4, "first_call"])
+    named = {"provider": ["kernelbook", "kernelbook:locks", "torch", "kernelbook", "kernelbook"]}
+    named |= {"op": ["f", "f", "f", "read_rows", "f"], "mode": [*["forward"] * 4, "first_call"]}
+    rows = calls(*[("a", "bfloat16", 2.0, 1.0, 2.0)] * 5, **named)
+    rows = pd.concat([rows, calls(("a", "float32", 2.0, 1.0, 2.0), provider="kernelbook")])
+    found = {"recorded_gpus": lambda stem: ["a-gpu"] if stem in ("layer_norm", "several_gpus") else []}
     loaded: list[str] = []
-    monkeypatch.setattr(
-        record, "recorded_gpus", lambda stem: ["a-gpu"] if stem in ("layer_norm", "several_gpus") else []
-    )
-    monkeypatch.setattr(
-        record,
-        "load_results",
-        lambda stem, gpu: [
-            loaded.append(stem),
-            pd.concat([rows, calls(("a", "float32", 2.0, 1.0, 2.0), provider="kernelbook")]),
-        ][1],
-    )
-    monkeypatch.setattr(record, "load_ceilings", lambda gpu: CEILINGS)
+    found |= {"load_results": lambda stem, gpu: loaded.append(stem) or rows, "load_ceilings": lambda gpu: CEILINGS}
+    for name, function in found.items():
+        monkeypatch.setattr(record, name, function)
     assert len(measured.bounded("a-gpu")) == 1 and loaded == ["layer_norm"]
 
 

@@ -5,7 +5,7 @@ import triton
 
 from kernelbook import operators, runtime
 from kernelbook.lab.compiled import CompiledKernel, compile_calls, occupancy
-from kernelbook.lab.resources import Resources, bucket, fits, matmul_resources, tensor_core
+from kernelbook.lab.resources import Resources, fits, matmul_resources, tensor_core
 
 SMALL = triton.Config({"BLOCK": 64}, num_warps=4, num_stages=2)
 H200 = runtime.TARGETS["sm_90"]
@@ -165,8 +165,3 @@ def test_occupancy_is_what_the_driver_says() -> None:
         )
         assert code == 0
         assert occupancy(kernel.n_regs, shared, warps).programs == said.value, (kernel.n_regs, shared, warps)
-
-
-def test_buckets() -> None:
-    assert [bucket(m) for m in (0, 1, 16, 17, 32, 33, 1000, 1024, 1025)] == [16, 16, 16, 32, 32, 64, 1024, 1024, 2048]
-    assert len({bucket(m) for m in range(1, 8193)}) == 10

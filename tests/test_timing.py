@@ -3,6 +3,9 @@
 import dataclasses
 import itertools
 import math
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -200,9 +203,10 @@ def test_peak_memory() -> None:
 
 
 @pytest.mark.gpu
-def test_no_first_call_takes_ten_seconds() -> None:
-    code = "import kernelbook as kb\nx = torch.randn(64, 4096, device='cuda')\n# first call\nkb.layer_norm(x)\n"
-    assert 10 < timing.first_call_ms(code) < 10_000
+def test_no_first_call_takes_ten_seconds(tmp_path: Path) -> None:
+    code = "import time, torch, kernelbook as kb\nx = torch.randn(64, 4096, device='cuda')\nstart = time.time()\nkb.layer_norm(x).sum().item()\n"
+    code += "assert time.time() - start < 10"
+    subprocess.run([sys.executable, "-c", code], env=os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}, check=True)
 
 
 def test_steps_take_the_place_of_the_old_ones_unless_one_failed(

@@ -61,12 +61,6 @@ def test_a_run_goes_on_with_its_own_settings(tmp_path: Path, capsys: pytest.Capt
     assert "unexpected keyword argument 'widht'" in capsys.readouterr().err
 
 
-def test_what_does_not_go_together_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([*TINY, str(tmp_path / "b"), "--lr", "1e-5"]) == 2
-    assert "min_lr must lie in [0, lr]" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
 def test_torchrun_without_parallel_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,6 +94,7 @@ def test_a_text_of_ones_own_is_found_again_from_another_folder(
         (KeyboardInterrupt(), 130, "interrupted; --resume --out"),
         (OSError(28, "No space left on device"), 1, "No space left on device); --resume --out"),
         (FloatingPointError("Trainer: loss of step 2"), 1, "train: Trainer: loss of step 2"),
+        (torch.OutOfMemoryError("..."), 1, "train: the GPU's memory is too small for this run; make --batch-size,"),
     ),
 )
 def test_how_a_run_can_end(

@@ -194,6 +194,7 @@ def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], messag
     adam = ChunkAdamW([torch.nn.Parameter(torch.zeros(2, 2, device=device))])
     with pytest.raises(error, match=f"ChunkAdamW: {message}"):
         adam.add_param_group(given)
+    assert len(adam.param_groups) == 1
 
 
 # --- compact gradients ----------------------------------------------------------------------------------------------

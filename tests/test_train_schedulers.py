@@ -228,6 +228,8 @@ def test_the_gradient_lives_in_the_planted_chunks(families: int | None) -> None:
         planted = teacher.planted_chunks(step).to(norms.device)
         assert score_chunks(planted, norms)["recall"] == 1 and score_chunks(planted, norms)["energy"] > 0.8
     assert set(teacher.planted_chunks(0).tolist()) != set(teacher.planted_chunks(5).tolist())
+    with pytest.raises(ValueError, match=r"PlantedTeacher: families must divide chunks \(64\) .*, got 3"):
+        PlantedTeacher(families=3)
 
 
 def test_scores_are_what_they_say(device: torch.device) -> None:

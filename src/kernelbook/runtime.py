@@ -53,10 +53,7 @@ OLDEST = (7, 5)  # the compute capability from which on all kernels compile
 
 
 def _newest_nvidia_gpu() -> tuple[tuple[int, int], str] | None:
-    """Compute capability and name of this machine's newest NVIDIA GPU; ``None`` where its driver cannot be asked.
-
-    By NVIDIA's management library, as :func:`_has_gpu` asks.
-    """
+    """Compute capability and name of this machine's newest NVIDIA GPU, by NVML; ``None`` where its driver cannot be asked."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
         count, found = ctypes.c_uint(), []
@@ -361,6 +358,8 @@ compile_target: DeviceProperties | None = None  # what kernels are compiled for 
 def compiling_for(target: str | DeviceProperties) -> Iterator[DeviceProperties]:
     """Within the context :func:`properties` describes ``target``: a key of :data:`TARGETS`, or a GPU's own properties."""
     global compile_target
+    if isinstance(target, str) and target not in TARGETS:
+        raise ValueError(f"compiling_for: target must be one of {', '.join(TARGETS)}, got {target!r}")
     before, compile_target = compile_target, TARGETS[target] if isinstance(target, str) else target
     try:
         yield compile_target

@@ -9,8 +9,6 @@ from torch.distributed.tensor import DTensor
 
 from kernelbook.distributed.sharding import same_on_all_ranks
 
-__all__ = ["save_adapter"]
-
 
 def save_adapter(model: Any, folder: Path | str, **options: Any) -> None:
     """``model.save_pretrained(folder)`` of PEFT, with whole adapters whatever they are sharded over. A collective.

@@ -19,8 +19,6 @@ from kernelbook.distributed.windows import exchange_shared, windows_of
 from kernelbook.nn.moe import GatedExperts, LoRAPair, NF4Parametrization
 from kernelbook.tensors import reshaped
 
-__all__ = ["ExpertParallel"]
-
 LORA_ATTRIBUTE = "_kernelbook_lora"  # where PEFT's wrappers leave their pairs, see kernelbook.interop.transformers
 
 

@@ -20,8 +20,6 @@ from kernelbook import runtime
 from kernelbook.distributed.sharding import hand_out, same_on_all_ranks
 from kernelbook.nn.layers import SparseLinear
 
-__all__ = ["Reduction", "keep_equal", "reduce_active_rows"]
-
 AT_ONCE = 2**20  # bytes from which a gradient travels by itself, while the backward pass goes on
 
 

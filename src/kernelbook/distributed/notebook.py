@@ -18,8 +18,6 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Ranks", "load_ipython_extension"]
-
 POLL_S = 0.02
 
 

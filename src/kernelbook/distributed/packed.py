@@ -16,8 +16,6 @@ from kernelbook.nf4 import NF4Tensor
 from kernelbook.nn.parameters import NF4Parametrization
 from kernelbook.packed import NESTED_BLOCK
 
-__all__ = ["ExpertBytes", "by_expert"]
-
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
     """Gather a sharded tensor that is read outside its module's forward pass, on all ranks."""
@@ -47,14 +45,7 @@ class ExpertBytes(NF4Parametrization):
             parts["absmax"] = absmax.reshape(-1).view(torch.float32)
         else:
             parts |= {"absmax": absmax.reshape(-1), "nested_absmax": nested.reshape(-1).view(torch.float32)}
-        return NF4Tensor(
-            packed=packed.reshape(-1),
-            shape=(packed.shape[0], *self.shape[1:]),
-            block_size=self.block_size,
-            code_name=self.code_name,
-            dtype=self.dtype,
-            **parts,
-        )
+        return self._of(packed.reshape(-1), (packed.shape[0], *self.shape[1:]), parts)
 
 
 def _rows(tensor: torch.Tensor, experts: int) -> torch.Tensor:

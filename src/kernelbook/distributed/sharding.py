@@ -15,8 +15,6 @@ from torch.distributed.tensor import DTensor
 from kernelbook import runtime
 from kernelbook.distributed.packed import by_expert
 
-__all__ = ["fully_shard"]
-
 
 def fully_shard(module: torch.nn.Module, **options: Any) -> Any:
     """``torch.distributed.fsdp.fully_shard(module, **options)``, also where parameters in ``module`` are in 4 bits.

@@ -8,8 +8,6 @@ import textwrap
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-__all__ = ["eager_attention", "parameters", "why_not", "why_not_by_source"]
-
 
 def eager_attention(forward: Any) -> Callable[..., Any] | None:
     """The eager attention that a ``forward`` names."""

@@ -10,8 +10,6 @@ from kernelbook import arguments
 from kernelbook.nf4 import NF4Tensor
 from kernelbook.packed import NESTED_BLOCK
 
-__all__ = ["parametrized_weight", "to_bitsandbytes"]
-
 
 def to_bitsandbytes(q: NF4Tensor) -> tuple[torch.Tensor, QuantState]:
     """What ``bitsandbytes.functional.quantize_4bit`` would have returned. The tensors are shared, not copied.

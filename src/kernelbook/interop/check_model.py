@@ -26,8 +26,6 @@ from kernelbook.nn.parameters import is_stored_transposed
 from kernelbook.packed.fp4 import fp4_quantize
 from kernelbook.train import CapturedStep
 
-__all__ = ["check_model"]
-
 COARSE = 0.25  # of a gradient that a compiler made: rounding has gone through all layers, and a factor of 1/2 has not
 LR = 1e-4
 
@@ -251,7 +249,13 @@ class _Check:
             rate = torch.tensor(LR, device=start[0].device)
             parameters = [p for p, _ in trained]
             optimizer = torch.optim.AdamW(parameters, rate, weight_decay=0.0, fused=True, capturable=rate.is_cuda)
-            step = CapturedStep(self.model, optimizer, loss=_loss, warm=1, capture=capture)
+            step = CapturedStep(
+                self.model,
+                optimizer,
+                loss=lambda model, *args, **how: scalar(model(*args, **how)),
+                warm=1,
+                capture=capture,
+            )
             losses.append([])
             for lr in (LR, LR, 0.0, LR):
                 for group in optimizer.param_groups:
@@ -268,10 +272,6 @@ class _Check:
         for i, (plain, ours) in enumerate(zip(*losses, strict=True)):
             error = abs(ours - plain) / (abs(plain) or 1.0)
             self.report.add("loss", f"step {i + 1}", error, limit)
-
-
-def _loss(model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return scalar(model(*args, **kwargs))
 
 
 def _error_of_tokens(ours: torch.Tensor, ref: torch.Tensor) -> float:

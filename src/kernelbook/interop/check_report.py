@@ -5,8 +5,6 @@ import math
 
 from kernelbook import check
 
-__all__ = ["Report", "Row"]
-
 WIDTH = 60  # of names in the table
 SHOWN = 5  # of the gradients that are right, the largest errors
 

@@ -18,8 +18,6 @@ import transformers
 from kernelbook.distributed.exchange import exchange
 from kernelbook.distributed.expert_parallel import LORA_ATTRIBUTE, own_pairs
 
-__all__ = ["NAME", "register"]
-
 NAME = "kernelbook"
 
 

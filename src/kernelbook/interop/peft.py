@@ -28,8 +28,6 @@ from kernelbook.nn.experts import LoRAPair
 from kernelbook.nn.parameters import dense_parameter, is_stored_transposed, stored_weight
 from kernelbook.packed.fp4 import fp4_quantize
 
-__all__ = ["MergeError", "check_wrappers", "lora_pair", "merge_experts", "use_factors"]
-
 
 def lora_pair(wrapper: Any, adapter: str) -> LoRAPair:
     """The adapter's pair in the convention of :func:`kernelbook.moe_lora`, views of PEFT's parameters.

@@ -24,8 +24,6 @@ from kernelbook.tensors import is_transformed
 # isort: split
 import triton
 
-__all__ = ["attentions", "rotate"]
-
 FUNCTION = "apply_rotary_pos_emb"
 
 

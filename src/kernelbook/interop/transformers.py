@@ -103,12 +103,15 @@ def use_kernels(model: Any) -> Any:
     base = base_model(model)
     if not hasattr(base, "set_experts_implementation"):
         raise ValueError(f"use_kernels: model must be a transformers model, got {type(model).__name__}")
-    if any(hasattr(module, "lora_A") for module in model.modules()):
-        from kernelbook.interop.peft import use_factors
+    has_pairs = any(hasattr(module, "lora_A") for module in model.modules())
+    if has_pairs:
+        from kernelbook.interop.peft import check_wrappers, use_factors
 
-        use_factors(model)
+        check_wrappers(model)
     register()
     base.set_experts_implementation(NAME)
+    if has_pairs:
+        use_factors(model)
     return model
 
 
@@ -131,11 +134,7 @@ def _activation(experts: Any) -> Any:
 def experts_forward(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """What transformers calls: hidden_states (T, H), top_k_index and top_k_weights (T, k) -> (T, H).
-
-    An experts module with an attribute ``kernelbook_active`` has its experts chosen in that way, see
-    :func:`kernelbook.nn.moe.choose_experts`.
-    """
+    """What transformers calls: hidden_states (T, H), top_k_index and top_k_weights (T, k) -> (T, H)."""
     first, second = weight_names(self)
     pairs: dict[str, LoRAPair] = self.__dict__.get(LORA_ATTRIBUTE, {})
     norm = self.post_expert_norm if getattr(self, "has_post_expert_norm", False) else None
@@ -153,7 +152,6 @@ def experts_forward(
         down_bias=getattr(self, f"{second}_bias") if self.has_bias else None,
         transposed=is_transposed(self),
         post_expert=norm,
-        active=self.__dict__.get("kernelbook_active", "auto"),
     )
 
 

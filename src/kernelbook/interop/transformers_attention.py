@@ -34,8 +34,6 @@ from kernelbook.nn.named_attention import (
     told_to_be_packed,
 )
 
-__all__ = ["NAME", "attention_forward", "attention_mask", "known_masks", "register", "why_not_ours"]
-
 NAME = "kernelbook"
 SDPA_KEYWORDS = frozenset(inspect.signature(sdpa_attention_forward).parameters)
 # What every model's eager attention does without a parameter of that name: sinks are the module's, weights are what it returns.

@@ -11,18 +11,6 @@ from kernelbook.nf4 import NF4Tensor
 from kernelbook.nn.experts import Float8Tensor, Weight
 from kernelbook.nn.parameters import is_stored_transposed, stored_weight
 
-__all__ = [
-    "LORA_ATTRIBUTE",
-    "NAME",
-    "check_experts",
-    "expert_modules",
-    "expert_weights",
-    "is_experts",
-    "is_transposed",
-    "stored",
-    "weight_names",
-]
-
 NAME = "kernelbook"
 LORA_ATTRIBUTE = "_kernelbook_lora"  # where PEFT's wrappers leave their pairs for the forward pass
 

@@ -19,8 +19,6 @@ from kernelbook.nf4 import NF4Tensor
 from kernelbook.nn.parameters import store_parameter, stored_weight
 from kernelbook.packed.fp4 import fp4_parts, fp4_tensor
 
-__all__ = ["METHOD", "MXFP4ExpertsConfig", "MXFP4ExpertsQuantizer"]
-
 METHOD = "kernelbook_mxfp4_experts"
 BLOCK = 32  # elements of a scale
 

@@ -18,8 +18,6 @@ from kernelbook import arguments
 from kernelbook.interop import base_model
 from kernelbook.train.capture import CapturedCalls, FixedInputs, state_of
 
-__all__ = ["fast_generate"]
-
 
 def fast_generate(model: Any, *, max_length: int | None = None) -> Any:
     """Makes ``model.generate`` decode from a static cache inside a CUDA graph. Returns ``model``.

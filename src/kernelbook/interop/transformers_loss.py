@@ -12,8 +12,6 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from kernelbook import arguments
 from kernelbook.interop import base_model
 
-__all__ = ["loss_in_pieces"]
-
 LOGITS = (0.1, 1.0, 30.0, 1000.0)  # sizes at which logits are compared: a soft cap shows in large ones alone
 _compared: weakref.WeakSet[Any] = weakref.WeakSet()  # models of which we know that our logits are theirs
 

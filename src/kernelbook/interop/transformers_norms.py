@@ -15,8 +15,6 @@ from kernelbook.layer_norm import rms_norm
 from kernelbook.nn.made_again import MadeAgain
 from kernelbook.tensors import without_autocast
 
-__all__ = ["rms_norms"]
-
 
 class _Norm(MadeAgain):
     """The forward pass that a norm's class gets; everything else stays its own."""

@@ -34,8 +34,6 @@ from kernelbook.nn.nf4_linear import NF4Linear
 from kernelbook.nn.parameters import store_parameter, stored_weight
 from kernelbook.packed.fp4 import fp4_parts, fp4_tensor
 
-__all__ = ["METHOD", "NVFP4ExpertsConfig", "NVFP4ExpertsQuantizer", "NVFP4Linear"]
-
 METHOD = "kernelbook_nvfp4_experts"
 BLOCK = 16  # elements of a scale
 PER_FLOAT = 4096  # elements that a float32 of an NF4Tensor stands for
@@ -275,10 +273,6 @@ class _Unstack(ConversionOps):
             for e, matrices in enumerate(stacked)
             for i, pattern in enumerate(target_patterns)
         }
-
-    @property
-    def reverse_op(self) -> ConversionOps:
-        return _Stack()
 
 
 def _take(module: Any, place: Place, divides: bool, dtype: torch.dtype) -> None:

@@ -25,17 +25,6 @@ from kernelbook.nf4 import BLOCK_SIZES, NF4Tensor, nf4_quantize
 from kernelbook.nn.parameters import store_parameter
 from kernelbook.packed import NESTED_BLOCK, quantized_scales
 
-__all__ = [
-    "METHOD",
-    "ExpertsQuantizer",
-    "NF4ExpertsConfig",
-    "NF4ExpertsQuantizer",
-    "Place",
-    "expect",
-    "stacks_experts",
-    "taken",
-]
-
 METHOD = "kernelbook_nf4_experts"  # the name in a model's config.json
 
 

@@ -15,10 +15,9 @@ import torch
 import transformers
 
 from kernelbook.interop.transformers_attention import known_masks
+from kernelbook.train import capture
 from kernelbook.train.capture import CapturedCalls, Fingerprint, FixedInputs, why_not_capturable
 from kernelbook.train.step import KeptGradients
-
-__all__ = ["CapturedTrainer"]
 
 
 @contextlib.contextmanager
@@ -35,12 +34,6 @@ def _generators_left_alone(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for module, how in changed:
             module._gradient_checkpointing_func = how  # type: ignore[assignment]
-
-
-def _drawn() -> list[int]:
-    """Where the generators of all devices are."""
-    devices = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
-    return [generator.get_offset() for generator in devices]
 
 
 class CapturedTrainer(transformers.Trainer):
@@ -102,9 +95,9 @@ class CapturedTrainer(transformers.Trainer):
             gradients.start(key, capturing=calls.capturing)
             quiet = calls.capturing and key not in self._drawing
             with _generators_left_alone(model) if quiet else contextlib.nullcontext():
-                before = None if calls.capturing else _drawn()
+                before = None if calls.capturing else capture.drawn()
                 loss = step(model, dict(inputs), num_items_in_batch, **others)
-                if not calls.capturing and _drawn() != before:
+                if not calls.capturing and capture.drawn() != before:
                     self._drawing.add(key)
             return loss, gradients.end(key, capturing=calls.capturing)
 

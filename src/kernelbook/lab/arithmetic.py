@@ -7,8 +7,6 @@ do beside is left out.
 import dataclasses
 from typing import Any
 
-__all__ = ["BITS", "Sizes"]
-
 # Bits of a stored weight. NF4: 4, and an absmax of 32 bits for 64 weights; doubly quantized 8 bits for 64, 32 for 256 of those.
 # MXFP4: an exponent of 8 bits for 32.
 BITS = {"dense": 16.0, "nf4": 4 + 32 / 64, "nf4_double": 4 + 8 / 64 + 32 / (64 * 256), "mxfp4": 4 + 8 / 32}
@@ -80,12 +78,11 @@ class Sizes:
         parts = self.parameters
         return (parts["experts"] * BITS[kind] + (sum(parts.values()) - parts["experts"]) * 16) / 8e9
 
-    def lora_parameters(self, rank: int, *, attention: bool = True) -> int:
+    def lora_parameters(self, rank: int) -> int:
         """Parameters of the pairs on every expert's matrices, and on the four projections of attention."""
-        experts = self.experts * rank * (2 * self.hidden + 3 * self.inner)
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        pairs = rank * (4 * self.hidden + 2 * q + 2 * kv) if attention else 0
-        return self.layers * (experts + pairs)
+        experts = self.experts * (2 * self.hidden + 3 * self.inner)
+        attention = 4 * self.hidden + 2 * (self.heads + self.kv_heads) * self.head_dim
+        return self.layers * rank * (experts + attention)
 
     # --- a token ---
 
@@ -103,23 +100,14 @@ class Sizes:
         others = self.layers * (self.attention + self.experts * self.hidden) + self.head
         return (experts + others * 16) / 8e9 + self.cache_gb(batch, context)
 
-    def forward_gflop(
-        self, batch: int, tokens: int, context: int = 0, *, rank: int = 0, logits: int | None = None
-    ) -> float:
-        """10^9 operations of a forward pass over ``batch`` sequences of ``tokens`` after ``context`` others.
-
-        ``logits``: of how many tokens a sequence the output layer is computed (all).
-        """
+    def forward_gflop(self, batch: int, tokens: int, *, rank: int = 0) -> float:
+        """10^9 operations of a forward pass over ``batch`` sequences of ``tokens``."""
         of_token = self.layers * (self.slots * self.expert + self.attention + self.experts * self.hidden)
-        if rank:
-            q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-            of_token += self.layers * rank * (
-                self.slots * (2 * self.hidden + 3 * self.inner) + 4 * self.hidden + 2 * q + 2 * kv
-            )  # fmt: skip
-        seen = tokens * context + tokens * (tokens + 1) / 2  # keys of all queries: causal
+        pairs = self.slots * (2 * self.hidden + 3 * self.inner)
+        pairs += 4 * self.hidden + 2 * (self.heads + self.kv_heads) * self.head_dim
+        seen = tokens * (tokens + 1) / 2  # keys of all queries: causal
         attention = 4 * self.layers * self.heads * self.head_dim * seen
-        head = 2 * self.head * (tokens if logits is None else logits)
-        return batch * (2 * of_token * tokens + attention + head) / 1e9
+        return batch * (2 * (of_token + self.layers * rank * pairs + self.head) * tokens + attention) / 1e9
 
     def training_gflop(self, batch: int, tokens: int, rank: int, *, checkpoint: bool) -> float:
         """Of a step that trains LoRA pairs: forward, once more where activations are not kept, and the gradients of rows.

@@ -15,25 +15,6 @@ from kernelbook.lab import measured, plots, record, timing
 from kernelbook.lab.judge import judge
 from kernelbook.lab.tasks import Task
 
-__all__ = [
-    "Steps",
-    "attention_points",
-    "attention_rates",
-    "attention_sweep",
-    "backward_of",
-    "beside",
-    "compiler_table",
-    "exercise",
-    "in_words",
-    "keep_counts",
-    "microseconds",
-    "own_rows",
-    "problem",
-    "step_case",
-    "sweep",
-    "timed_steps",
-]
-
 # Providers of the figures of attention, in their order; the plain variant where it is another kernel.
 ATTENTION = (
     *("kernelbook", "kernelbook:plain", "sdpa_flash", "sdpa_cudnn"),

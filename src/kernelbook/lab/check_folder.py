@@ -9,8 +9,6 @@ import torch
 
 from kernelbook import check, runtime
 
-__all__ = ["add_arguments", "check_folder"]
-
 FILES = ("config.json", "adapter_config.json")
 
 

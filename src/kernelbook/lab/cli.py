@@ -13,8 +13,6 @@ from kernelbook.lab import check_folder, profiling
 from kernelbook.lab.doctor import doctor
 from kernelbook.train import command as training
 
-__all__ = ["main"]
-
 # What a command needs beside the package's own requirements, and the extra that has it.
 NEEDS = {
     "profile": (("tabulate",), "lab"), "check-model": (("transformers",), "interop"), "train": (("tokenizers", "tqdm"), "train"),

@@ -111,20 +111,6 @@ def read_reports(path: Path) -> dict[str, dict[str, str]]:
         return {row["key"]: row for row in csv.DictReader(file)}
 
 
-def write_reports(path: Path, kernels: Sequence[Any]) -> None:
-    """Writes the reports of ``kernels``, and no others, in an order that does not change from one machine to the next."""
-    rows: dict[str, list[str]] = {
-        kernel.key: [str(getattr(kernel, name)) for name in REPORT_COLUMNS] for kernel in kernels if kernel.key
-    }
-    new = path.with_suffix(".new")  # others may be reading the old one
-    with new.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(REPORT_COLUMNS)
-        ordered: list[list[str]] = sorted(rows.values(), key=lambda row: (row[1], row[2], row[0]))
-        writer.writerows(ordered)
-    new.replace(path)
-
-
 def compile_calls(
     code: str,
     targets: Sequence[str] = ("sm_90",),

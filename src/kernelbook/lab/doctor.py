@@ -1,6 +1,5 @@
-"""``python -m kernelbook doctor``: what this machine is, whether every public function is right on it, and what a call costs."""
+"""``python -m kernelbook doctor``: what this machine is, and whether every public function is right on it."""
 
-import functools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,11 +7,9 @@ from pathlib import Path
 import torch
 
 import kernelbook as kb
-from kernelbook import check, memory, runtime
+from kernelbook import check, runtime
 from kernelbook.cases import FUNCTIONS, Case, collect, floats
 from kernelbook.lab import timing
-
-__all__ = ["doctor"]
 
 WITHOUT_TENSOR_CORES = (
     "float16 and float32; bfloat16 is right, and several times slower. Triton has no tensor cores before Ampere: attention and "
@@ -58,21 +55,6 @@ def _machine() -> Iterator[tuple[str, str]]:
             yield "to expect", WITHOUT_TENSOR_CORES
 
 
-def _host_costs(cases: dict[str, Case]) -> Iterator[tuple[str, float]]:
-    """Microseconds of the host for PyTorch's cheapest operator, one launch, and each call in bfloat16."""
-    from kernelbook.launch import Launch
-    from kernelbook.layer_norm import kernels
-
-    x, y = (torch.ones(64, 256, dtype=torch.bfloat16, device=runtime.DEVICE) for _ in range(2))
-    constants = {"WITH_DW": True, "WITH_DB": False, "ACC": memory.tl_accumulator(x.dtype), "BLOCK_G": 64, "BLOCK_N": 16}
-    launch = Launch(kernels._layer_norm_bwd_sum_kernel, **constants)
-    yield "torch.add(x, 1, out=y)", timing.host_us(lambda: torch.add(x, 1, out=y))
-    yield "one launch", timing.host_us(lambda: launch((16, 1), x, x, y, y, 64, 256))
-    for name, case in cases.items():
-        given = case.of(torch.bfloat16)
-        yield name, timing.host_us(functools.partial(case.function, **given))
-
-
 def doctor() -> int:
     """Prints what this machine is and whether every public function is right on it; 1 if one is not."""
     for name, value in _machine():
@@ -88,16 +70,12 @@ def doctor() -> int:
         )
     print(f"\n{'check':60}  error    limit")
     torch.manual_seed(0)
-    cases, verdicts = _cases(), []
-    for name, case in cases.items():
+    verdicts = []
+    for name, case in _cases().items():
         for v in _verdicts(name, case):
             verdicts.append(v)
             print(f"{v.name:60}  {v.error:.1e}  {v.limit:.1e}  {'ok' if v.passed else 'FAILED'}", flush=True)
     failed = [verdict for verdict in verdicts if not verdict.passed]
-    if runtime.DEVICE.type == "cuda" and not failed:
-        print(f"\n{'what a call costs the host, small tensors':60}      us")
-        for name, us in _host_costs(cases):
-            print(f"{name:60}  {us:6.1f}")
     print(
         f"\n{len(verdicts) - len(failed)} of {len(verdicts)} checks passed."
         + (" Something is broken." if failed else "")

@@ -30,7 +30,7 @@ POINT = ["run", "op", "mode", "dtype", "shape", "x_name", "x", "gpus"]
 SAME_BY_THE_CLOCK = 0.05  # the host's time has no percentiles: a difference below this share is none
 NEAR = 0.9  # share of the bound from which on nothing has to be explained
 # No function of the package but what one is compared with; no ceiling of an exchange between GPUs is measured.
-NO_BOUND = {"ops": ("read_rows",), "files": ("several_gpus",), "modes": ("first_call",)}
+NO_BOUND = {"ops": ("read_rows",), "files": ("several_gpus",)}
 
 
 def with_swept(rows: pd.DataFrame) -> pd.Series:
@@ -136,7 +136,7 @@ def bounded(gpu: str) -> pd.DataFrame:
     stems = [stem for stem in FILES if stem not in NO_BOUND["files"] and gpu in record.recorded_gpus(stem)]
     rows = pd.concat([record.load_results(stem, gpu) for stem in stems], ignore_index=True)
     rows = rows.loc[(rows["provider"] == "kernelbook") & (rows["dtype"] == "bfloat16")]
-    rows = rows.loc[~rows["op"].isin(NO_BOUND["ops"]) & ~rows["mode"].isin(NO_BOUND["modes"])]
+    rows = rows.loc[~rows["op"].isin(NO_BOUND["ops"]) & rows["mode"].isin(timing.MODES)]
     return shares(rows, record.load_ceilings(gpu)).reset_index(drop=True)
 
 

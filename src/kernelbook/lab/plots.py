@@ -24,34 +24,6 @@ from matplotlib.figure import Figure
 
 from kernelbook.lab import measured, record, stale
 
-__all__ = [
-    "BLUE",
-    "COLORS",
-    "GREEN",
-    "GREY",
-    "INK",
-    "ORANGE",
-    "STYLE",
-    "bandwidth_figure",
-    "by_gpu",
-    "finish",
-    "glue",
-    "ladder",
-    "ladder_gpu",
-    "new_figure",
-    "provenance",
-    "provider_style",
-    "roofline_figure",
-    "share_figure",
-    "speedup_figure",
-    "step_times",
-    "steps",
-    "steps_figure",
-    "tabs",
-    "timeline",
-    "with_records",
-]
-
 # The colours of the book's drawings (CONTRIBUTING.md).
 INK, GREY, PALE = "#1e293b", "#64748b", "#e2e8f0"
 BLUE, ORANGE, GREEN, VIOLET, BROWN = "#2563eb", "#c2410c", "#0f766e", "#7c3aed", "#a16207"
@@ -430,28 +402,9 @@ def _ladders_folder(stem: str) -> str | None:
     return max(record.recorded_gpus(stem), key=good, default=None)
 
 
-# Steps that were recorded under another name than their page has for them.
-RENAMED = {
-    "a producer": "warp specialization",
-    "the delay": "intra-warpgroup overlap",
-    "turns": "ping-pong scheduling",
-    "fused dX": "two launches",
-    "made again": "recomputed",
-    "shares and tickets": "splits and tickets",
-    "shares, merged by a second launch": "splits, merged by a second launch",
-    "tiles as high as an expert": "BLOCK_M about the rows of an expert",
-    "fused, tiles as high as an expert": "fused, BLOCK_M about the rows",
-    "split, tiles as high as an expert": "split, BLOCK_M about the rows",
-}
-
-
 def _recorded(stem: str) -> pd.DataFrame | None:
     folder = _ladders_folder(stem)
-    if folder is None:
-        return None
-    rows = record.load_results(stem, folder)
-    names = {f"kernelbook:{before}": f"kernelbook:{now}" for before, now in RENAMED.items()}
-    return rows.assign(provider=rows["provider"].replace(names))
+    return None if folder is None else record.load_results(stem, folder)
 
 
 def ladder_gpu(stem: str) -> str:

@@ -51,18 +51,12 @@ class Report:
     total_ms: float
     peak_mib: float | None
 
-    def table(self, top: int | None = None, width: int = 70) -> str:
-        """The rows as text; names are cut to ``width`` characters."""
+    def table(self, top: int | None = None) -> str:
+        """The rows as text; names are cut to 70 characters."""
         from tabulate import tabulate
 
         shown = [
-            (
-                name if len(name) <= width else name[: width - 3] + "...",
-                f"{calls:g}",
-                f"{ms:.3f}",
-                f"{share:.1%}",
-                f"{us:.1f}",
-            )
+            (name[:70], f"{calls:g}", f"{ms:.3f}", f"{share:.1%}", f"{us:.1f}")
             for name, calls, ms, share, us in self.rows[:top]
         ]
         headers = ("kernel" if self.snapshot else "operator", "calls/step", "ms/step", "share", "mean us")

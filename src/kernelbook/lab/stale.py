@@ -16,8 +16,6 @@ from pathlib import Path
 import kernelbook
 from kernelbook import runtime
 
-__all__ = ["CURRENT", "NOT_DATED", "OLDER", "commit", "kernels_hash", "state", "tree_text"]
-
 SRC = Path(kernelbook.__file__).resolve().parents[1]
 ROOT = SRC.parent  # of the repository, where there is one
 CURRENT, OLDER, NOT_DATED = "current", "older", "not dated"

@@ -15,9 +15,6 @@ import dataclasses
 import math
 import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -32,7 +29,7 @@ if TYPE_CHECKING:
 
 WARMUP_MS, MIN_SAMPLES = 25.0, 20
 ROUNDS = 4  # in which the providers of a case have their turns; even, since every second round goes backwards
-MODES = ("forward", "backward", "forward_backward", "step", "first_call")
+MODES = ("forward", "backward", "forward_backward", "step")
 
 
 # --- the time of a call ---------------------------------------------------------------------------------------------
@@ -218,30 +215,6 @@ def peak_mib(fn: Callable[[], Any]) -> float:
     return (peak - before) / 2**20
 
 
-def first_call_ms(code: str, *, timeout_s: float = 300.0) -> float:
-    """The wall-clock time of ``code``'s last statement group in a new process with empty caches, in milliseconds.
-
-    ``code`` has two parts with a line ``# first call`` between them: what comes before (imports, inputs) is not timed.
-    """
-    before, mark, call = code.partition("# first call\n")
-    if not mark:
-        raise ValueError("first_call_ms: code must have a line '# first call' before the part that is timed")
-    clock = "torch.cuda.synchronize()\n_times.append(time.perf_counter())\n"
-    program = f"import time, torch\n_times = []\n{before}\n{clock}{call}\n{clock}print((_times[1] - _times[0]) * 1e3)\n"
-    with tempfile.TemporaryDirectory() as empty:
-        done = subprocess.run(
-            [sys.executable, "-c", program],
-            env={**os.environ, "TRITON_CACHE_DIR": empty},
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-        )
-    if done.returncode != 0:
-        raise RuntimeError(f"first_call_ms: the new process failed:\n{done.stderr[-2000:]}")
-    return float(done.stdout.split()[-1])
-
-
 @contextlib.contextmanager
 def allow_tf32(allowed: bool) -> Iterator[None]:
     """Sets PyTorch's switch for tf32 in float32 matrix products within the context."""
@@ -327,13 +300,6 @@ class Problem:
 
 
 @dataclasses.dataclass(frozen=True)
-class FirstCall:
-    """By provider, the code of a first call, see :func:`first_call_ms`; what a case of mode ``first_call`` builds."""
-
-    providers: Mapping[str, str]
-
-
-@dataclasses.dataclass(frozen=True)
 class Case:
     """One point of a benchmark: a row for each provider.
 
@@ -348,7 +314,7 @@ class Case:
     x: float
     gbytes: float
     gflop: float
-    build: Callable[[], Problem | FirstCall]
+    build: Callable[[], Problem]
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -448,16 +414,9 @@ def _run_case(case: Case, rep_ms: float) -> list[dict[str, str]]:
     torch.manual_seed(0)  # the same inputs in every run, whatever is measured before: routing decides times
     problem, on_gpu = case.build(), runtime.DEVICE.type == "cuda"
     gpus = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    ratios = error_ratios(problem) if isinstance(problem, Problem) else {}
-    rows = []
-    calls = {provider: call for provider, call in problem.providers.items() if not isinstance(call, str)}
-    times = measure_in_turn(calls, rep_ms=rep_ms)
-    for provider, call in problem.providers.items():
-        if isinstance(call, str):
-            wall = first_call_ms(call)
-            timing, peak = Timing(wall, wall, wall, 1), math.nan
-        else:
-            timing, peak = times[provider], peak_mib(call)
+    ratios, rows = error_ratios(problem), []
+    for provider, timing in measure_in_turn(problem.providers, rep_ms=rep_ms).items():
+        call = problem.providers[provider]
         rows.append(
             {
                 "op": case.op,
@@ -472,9 +431,9 @@ def _run_case(case: Case, rep_ms: float) -> list[dict[str, str]]:
                 "ms_p80": f"{timing.p80:.5g}",
                 "gbytes": f"{case.gbytes:.6g}",
                 "gflop": f"{case.gflop:.6g}",
-                "peak_mib": f"{peak:.5g}",
-                "err_ratio": f"{ratios.get(provider, math.nan):.3g}",
-                "host_us": f"{math.nan if isinstance(call, str) or not on_gpu else host_us(call):.4g}",
+                "peak_mib": f"{peak_mib(call):.5g}",
+                "err_ratio": f"{ratios[provider]:.3g}",
+                "host_us": f"{host_us(call) if on_gpu else math.nan:.4g}",
                 "gpus": str(gpus),
             }
         )

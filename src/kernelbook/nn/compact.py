@@ -11,8 +11,6 @@ from kernelbook.operators import Op
 from kernelbook.sparse_linear.op import products
 from kernelbook.tensors import is_batched, matrix
 
-__all__ = ["compact_sparse_linear"]
-
 
 def compact_sparse_linear(
     x: torch.Tensor,

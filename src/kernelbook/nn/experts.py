@@ -25,15 +25,6 @@ from kernelbook.nn.swiglu import ClampedSwiGLU, swiglu
 from kernelbook.packed.products import decodes_on_the_way
 from kernelbook.tensors import check_versions, with_versions
 
-__all__ = [
-    "ACTIVATIONS",
-    "Float8Tensor",
-    "LoRAPair",
-    "choose_experts",
-    "gated_experts",
-    "load_balancing_loss",
-]
-
 ACTIVE = ("auto", "all", "bound")
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 

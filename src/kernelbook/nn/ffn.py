@@ -10,8 +10,6 @@ from torch.nn.modules.dropout import _DropoutNd
 from kernelbook import arguments
 from kernelbook.scatter_ffn import ACTIVATIONS, activation_reference, dense_ffn, scatter_ffn
 
-__all__ = ["SparseFFN"]
-
 # Where the parts of a block are found, by the attributes that it has: (up, gate, down).
 _LAYOUTS = (
     ("up_proj", "gate_proj", "down_proj"),  # Llama and its relatives

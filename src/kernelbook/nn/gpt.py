@@ -14,9 +14,6 @@ from kernelbook import arguments
 from kernelbook.attention import flash_attention
 from kernelbook.nn.layers import LayerNorm, SparseLinear
 
-__all__ = ["GPT", "GPTConfig"]
-
-
 OUTPUTS = ("attention_out", "down")  # the layers of a block that write to the residual stream; the others read it
 # Causal attention of (B, H, N, D) three times.
 ATTENTION: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {

@@ -9,8 +9,6 @@ from kernelbook.layer_norm import layer_norm, rms_norm
 from kernelbook.nn.compact import compact_sparse_linear
 from kernelbook.sparse_linear import sparse_linear
 
-__all__ = ["LayerNorm", "RMSNorm", "SparseLinear"]
-
 
 class LayerNorm(torch.nn.LayerNorm):
     """``torch.nn.LayerNorm`` on :func:`kernelbook.layer_norm`; the arguments and the state dict are the same."""

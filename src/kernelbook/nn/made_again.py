@@ -5,8 +5,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["MadeAgain"]
-
 
 class MadeAgain(torch.nn.Module):
     """Stands before the other class among the bases of one that ``make(other)`` has made, and makes again.

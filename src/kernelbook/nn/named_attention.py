@@ -19,19 +19,6 @@ from kernelbook import runtime  # before Triton, which it sets up
 from kernelbook.attention import flash_attention
 from kernelbook.nn.same_bits import attend, begin_anew, jumps, positions, sequences
 
-__all__ = [
-    "NEUTRAL",
-    "OWN",
-    "asked_for",
-    "boolean_mask",
-    "cu_seqlens",
-    "encode_mask",
-    "encode_packed",
-    "is_stated",
-    "own_attention",
-    "told_to_be_packed",
-]
-
 MAX_HEAD = 256
 # What transformers' modules call an argument of flash_attention.
 OWN = {"s_aux": "sinks", "softcap": "softcap"}

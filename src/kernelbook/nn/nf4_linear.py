@@ -9,8 +9,6 @@ from kernelbook.linear import linear
 from kernelbook.nf4 import NF4Tensor, nf4_matmul
 from kernelbook.nn.moe import LoRAModule, quantize_parameter, stored_weight
 
-__all__ = ["NF4Linear"]
-
 
 class NF4Linear(LoRAModule):
     """A linear layer whose weight is frozen in 4 bits, on :func:`kernelbook.nf4_matmul`, with or without a LoRA pair.

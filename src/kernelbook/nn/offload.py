@@ -18,8 +18,6 @@ from kernelbook.nf4 import NF4Tensor
 from kernelbook.nn.parameters import packed_parameter
 from kernelbook.tensors import BRING_BACK
 
-__all__ = ["device_of", "join_copies", "offload_layers", "read_layer"]
-
 _stores: "weakref.WeakSet[_HostLayers]" = weakref.WeakSet()
 
 

@@ -9,16 +9,6 @@ from torch.nn.utils import parametrize
 
 from kernelbook.nf4 import NF4Tensor, nf4_dequantize, nf4_quantize
 
-__all__ = [
-    "NF4Parametrization",
-    "dense_parameter",
-    "is_stored_transposed",
-    "quantizable",
-    "quantize_parameter",
-    "store_parameter",
-    "stored_weight",
-]
-
 
 class NF4Parametrization(torch.nn.Module):
     """Keeps a 4-bit parameter's scales; as a parametrization it makes the parameter dense again where it is read.
@@ -45,15 +35,11 @@ class NF4Parametrization(torch.nn.Module):
 
     def tensor(self, packed: torch.Tensor) -> NF4Tensor:
         """Return the 4-bit tensor with these bytes; everything is shared."""
-        parts = {name: getattr(self, name) for name in self.PARTS}
-        return NF4Tensor(
-            packed=packed.detach(),
-            shape=self.shape,
-            block_size=self.block_size,
-            code_name=self.code_name,
-            dtype=self.dtype,
-            **parts,
-        )
+        return self._of(packed.detach(), self.shape, {name: getattr(self, name) for name in self.PARTS})
+
+    def _of(self, packed: torch.Tensor, shape: tuple[int, ...], parts: dict[str, Any]) -> NF4Tensor:
+        how: dict[str, Any] = {"block_size": self.block_size, "code_name": self.code_name, "dtype": self.dtype}
+        return NF4Tensor(packed, shape=shape, **how, **parts)
 
     def forward(self, packed: torch.Tensor) -> torch.Tensor:
         """packed (ceil(n / 2),) -> the dense tensor."""
@@ -134,10 +120,8 @@ def quantizable(module: torch.nn.Module, name: str, block_size: int) -> torch.Te
 
 def store_parameter(module: torch.nn.Module, name: str, q: NF4Tensor, *, transposed: bool = False) -> None:
     """Put ``q`` in the place of the parameter ``module.name``, which is given up; ``transposed``: see the parametrization."""
-    packed, parametrization = (
-        torch.nn.Parameter(q.packed, requires_grad=False),
-        NF4Parametrization(q, transposed=transposed),
-    )
+    packed = torch.nn.Parameter(q.packed, requires_grad=False)
+    parametrization = NF4Parametrization(q, transposed=transposed)
     setattr(module, name, packed)
     parametrize.register_parametrization(module, name, parametrization, unsafe=True)
     stacks: Any = module.parametrizations

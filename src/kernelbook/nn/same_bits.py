@@ -17,19 +17,6 @@ from kernelbook.linear import linear
 from kernelbook.nn.made_again import MadeAgain
 from kernelbook.tensors import has_values
 
-__all__ = [
-    "SameBitsLinear",
-    "Sequences",
-    "attend",
-    "begin_anew",
-    "in_mode",
-    "jumps",
-    "positions",
-    "sequences",
-    "with_linear",
-]
-
-
 # --- linear layers --------------------------------------------------------------------------------------------------
 
 

@@ -14,8 +14,6 @@ from kernelbook.linear import linear
 from kernelbook.nn.layers import LayerNorm, RMSNorm
 from kernelbook.nn.same_bits import SameBitsLinear, in_mode, with_linear
 
-__all__ = ["Swap", "swap"]
-
 MAX_HEAD = 256  # features of a head, as far as flash_attention goes
 
 
@@ -129,16 +127,6 @@ class Swap:
         setattr(owner, name, value)
 
 
-def _norm_problem(norm: nn.RMSNorm) -> str | None:
-    shape = tuple(norm.normalized_shape)
-    return None if len(shape) == 1 else f"its normalized_shape {shape} has more than one dimension"
-
-
-def _attention_problem(attention: nn.MultiheadAttention) -> str | None:
-    size = attention.head_dim
-    return None if size <= MAX_HEAD else f"its heads have {size} features, and flash_attention takes at most {MAX_HEAD}"
-
-
 def swap(
     model: nn.Module,
     *,
@@ -215,19 +203,23 @@ def swap(
 
 def _swap(done: Swap, layer_norm: bool, rms_norm: bool, attention: bool) -> None:
     model = done.model
-    kinds: list[tuple[bool, type[nn.Module], type[nn.Module], Any]] = [
-        (layer_norm, nn.LayerNorm, LayerNorm, lambda _: None),
-        (rms_norm, nn.RMSNorm, RMSNorm, _norm_problem),
-        (attention, nn.MultiheadAttention, MultiheadAttention, _attention_problem),
+    kinds: list[tuple[bool, Any, Any]] = [
+        (layer_norm, nn.LayerNorm, LayerNorm),
+        (rms_norm, nn.RMSNorm, RMSNorm),
+        (attention, nn.MultiheadAttention, MultiheadAttention),
     ]
     for name, module in model.named_modules():
-        for wanted, theirs, ours, problem_of in kinds:
+        for wanted, theirs, ours in kinds:
             if not wanted or not isinstance(module, theirs) or isinstance(module, ours):
                 continue
-            problem = problem_of(module)
+            became: Any = ours
             if type(module) is not theirs:
-                problem = f"{type(module).__name__} is a class of its own"
-            done._change(name, module, problem or ours, theirs.__name__)
+                became = f"{type(module).__name__} is a class of its own"
+            elif isinstance(module, nn.RMSNorm) and len(module.normalized_shape) > 1:
+                became = f"its normalized_shape {tuple(module.normalized_shape)} has more than one dimension"
+            elif isinstance(module, nn.MultiheadAttention) and module.head_dim > MAX_HEAD:
+                became = f"its heads have {module.head_dim} features, and flash_attention takes at most {MAX_HEAD}"
+            done._change(name, module, became, theirs.__name__)
     changed = {module for name, module in model.named_modules() if name in done.changed}
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer) and changed & set(module.modules()):

@@ -23,17 +23,6 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only, t
 from kernelbook import runtime
 from kernelbook.nn.offload import join_copies
 
-__all__ = [
-    "Captured",
-    "CapturedCalls",
-    "Fingerprint",
-    "FixedInputs",
-    "moved",
-    "plain",
-    "state_of",
-    "why_not_capturable",
-]
-
 TORCH = os.path.dirname(torch.__file__) + os.sep
 PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 MAX_KINDS = 64  # kinds that are kept: of calls, with their graphs, and of batches
@@ -189,7 +178,7 @@ def _why_not(device: torch.device) -> str | None:
     return None if device.type == "cuda" else f"the model is on the {device.type}"
 
 
-def _drawn() -> int:
+def drawn() -> int:
     """Return how far the generator of the current device is."""
     return int(torch.cuda.default_generators[torch.cuda.current_device()].get_offset())
 
@@ -305,9 +294,9 @@ class CapturedCalls:
 
     def _warmed(self, kind: _Kind, call: Callable[[], Any]) -> Any:
         """Run the call as it is, and look at what it draws of random numbers."""
-        on_host, drawn = _host_generators(), _drawn()
+        on_host, before = _host_generators(), drawn()
         out = _run_on(self._stream, call)
-        kind.draws = _drawn() != drawn
+        kind.draws = drawn() != before
         moved = [name for name, state in _host_generators().items() if on_host.get(name, state) != state]
         if moved:
             self.go_on_eagerly(

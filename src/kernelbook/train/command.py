@@ -11,13 +11,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from kernelbook import runtime
 from kernelbook.train.loop import CHOICES, CONFIGS, TrainConfig, Trainer
 from kernelbook.train.text import OWN_TEXTS
-
-__all__ = ["add_arguments", "train"]
 
 
 def _settings_told() -> dict[str, str]:
@@ -73,6 +72,8 @@ def train(given: argparse.Namespace) -> int:
     try:
         try:
             trainer = _trainer(given)
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:  # PyTorch refuses sizes that it cannot have in many ways
             if runtime.debug_enabled():
                 raise
@@ -81,6 +82,10 @@ def train(given: argparse.Namespace) -> int:
         quiet = io.StringIO() if trainer.rank else sys.stdout  # the first rank speaks for all
         with contextlib.redirect_stdout(quiet):
             return _run(trainer, given)
+    except torch.OutOfMemoryError:
+        names = "--batch-size, --context, --width or --depth"
+        print(f"train: the GPU's memory is too small for this run; make {names} smaller", file=sys.stderr)
+        return 1
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -25,8 +25,6 @@ from kernelbook.train.schedulers import SCHEDULERS, make_scheduler
 from kernelbook.train.synthetic import score_chunks
 from kernelbook.train.text import TextData
 
-__all__ = ["CHOICES", "CONFIGS", "TrainConfig", "Trainer", "make_data", "replacing"]
-
 CHOICES: dict[str, tuple[str, ...]] = {
     "mode": ("dense", "sparse_dw", "sparse_dw_dx"),
     "sparse_dx": ("all", "inputs"),

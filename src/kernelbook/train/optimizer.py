@@ -13,8 +13,6 @@ from kernelbook import arguments, runtime  # before Triton, which it sets up
 from kernelbook.launch import Launch, launcher
 from kernelbook.train import kernels
 
-__all__ = ["INACTIVE", "ChunkAdamW"]
-
 INACTIVE = ("skip", "decay")
 
 
@@ -90,9 +88,13 @@ class ChunkAdamW(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **how})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As of any optimizer; the group is checked as the constructor's arguments are."""
+        """As of any optimizer; the group is checked as the constructor's arguments are, and not kept where it is refused."""
         super().add_param_group(param_group)
-        self._check(self.param_groups[-1])
+        try:
+            self._check(self.param_groups[-1])
+        except BaseException:
+            self.param_groups.pop()
+            raise
 
     @staticmethod
     def _check(group: dict[str, Any]) -> None:

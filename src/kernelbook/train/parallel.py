@@ -24,8 +24,6 @@ from kernelbook.distributed.sharding import fully_shard
 from kernelbook.train.loop import TrainConfig, Trainer
 from kernelbook.train.text import TextData
 
-__all__ = ["PARALLEL", "ParallelTrainer", "start"]
-
 PARALLEL = ("ddp", "fsdp")
 
 

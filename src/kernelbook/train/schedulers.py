@@ -24,8 +24,6 @@ from kernelbook import arguments, runtime
 from kernelbook.train.chunks import Layout, int32, knn_scores, top_chunks
 from kernelbook.train.seeds import generator
 
-__all__ = ["SCHEDULERS", "Scheduler", "make_scheduler", "weight_features"]
-
 
 def weight_features(
     weights: Sequence[torch.Tensor], chunk_size: int, dims: int = 16, seed: int = 0

@@ -4,8 +4,6 @@ import hashlib
 
 import torch
 
-__all__ = ["generator"]
-
 
 def generator(*what: int | str) -> torch.Generator:
     """Return a generator on the CPU for ``what``, such as ``("batch", seed, step)``; others for others.

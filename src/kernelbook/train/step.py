@@ -17,8 +17,6 @@ from kernelbook import arguments, runtime
 from kernelbook.train.capture import CapturedCalls, Fingerprint, FixedInputs, keep, moved, plain, why_not_capturable
 from kernelbook.train.optimizer import ChunkAdamW
 
-__all__ = ["PAD", "CapturedStep", "KeptGradients", "loss_of"]
-
 # What transformers' batches are filled up with: tokens that no loss counts and that a mask leaves out.
 PAD: dict[str, float] = {"input_ids": 0, "labels": -100, "attention_mask": 0}
 

@@ -11,8 +11,6 @@ from kernelbook.train.chunks import chunk_norms
 from kernelbook.train.schedulers import Scheduler
 from kernelbook.train.seeds import generator
 
-__all__ = ["PlantedTeacher", "score_chunks", "score_scheduler"]
-
 
 class PlantedTeacher:
     """A linear student whose gradient lives in known chunks, which change now and then.
@@ -32,6 +30,9 @@ class PlantedTeacher:
 
     Attributes:
         weight: (N, d_in), the student.
+
+    Raises:
+        ValueError: the chunks are not whole families, or what is planted is not.
     """
 
     def __init__(
@@ -48,8 +49,12 @@ class PlantedTeacher:
         seed: int = 0,
     ) -> None:
         self.chunks, self.chunk_size, self.d_in, self.planted, self.period = chunks, chunk_size, d_in, planted, period
-        self.families, self.batch, self.noise, self.seed = families, batch, noise, seed
-        self.device = runtime.DEVICE
+        self.batch, self.noise, self.seed, self.device = batch, noise, seed, runtime.DEVICE
+        self._units = chunks if families is None else families  # which are planted as a whole
+        if not 1 <= self._units <= chunks or chunks % self._units or planted % (chunks // self._units):
+            raise ValueError(
+                f"PlantedTeacher: families must divide chunks ({chunks}) into parts that divide planted ({planted}), got {families}"
+            )
         chance = generator("teacher", seed)
         if families is None:
             weight = torch.randn(chunks, chunk_size, d_in, dtype=torch.float32, generator=chance)
@@ -66,11 +71,10 @@ class PlantedTeacher:
     def planted_chunks(self, step: int) -> torch.Tensor:
         """(planted,) int64 on the CPU: where student and teacher differ from the beginning of this phase on."""
         # In turn, so that two phases that follow each other have nothing in common (where there are others).
-        units = self.chunks if self.families is None else self.families
-        size = self.chunks // units
+        size = self.chunks // self._units
         count = self.planted // size
-        turn = (step // self.period * count + torch.arange(count)) % units
-        chosen = torch.randperm(units, generator=generator("planted", self.seed))[turn]
+        turn = (step // self.period * count + torch.arange(count)) % self._units
+        chosen = torch.randperm(self._units, generator=generator("planted", self.seed))[turn]
         return self._order[(chosen[:, None] * size + torch.arange(size)).flatten()]
 
     def gradients(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,8 +19,6 @@ import torch
 from kernelbook import runtime
 from kernelbook.train.seeds import generator
 
-__all__ = ["Corpus", "TextData", "book_encoding"]
-
 OWN_TEXTS = ("stdlib", "topics")
 END = "<|endoftext|>"
 # Words with the blank or underscore before them, numbers of up to three digits, runs of punctuation, runs of white space.
