@@ -242,6 +242,7 @@ class _Check:
         trained = [(p, name) for p, name in self.weights.parameters.values() if p.requires_grad]
         start = [p.detach().clone() for p, _ in trained]
         losses: list[list[float]] = []
+        how: dict[str, Any] = {"loss": lambda model, *args, **named: scalar(model(*args, **named)), "warm": 1}
         for capture in (False, True):
             with torch.no_grad():
                 for (p, _), value in zip(trained, start, strict=True):
@@ -249,13 +250,7 @@ class _Check:
             rate = torch.tensor(LR, device=start[0].device)
             parameters = [p for p, _ in trained]
             optimizer = torch.optim.AdamW(parameters, rate, weight_decay=0.0, fused=True, capturable=rate.is_cuda)
-            step = CapturedStep(
-                self.model,
-                optimizer,
-                loss=lambda model, *args, **how: scalar(model(*args, **how)),
-                warm=1,
-                capture=capture,
-            )
+            step = CapturedStep(self.model, optimizer, **how, capture=capture)
             losses.append([])
             for lr in (LR, LR, 0.0, LR):
                 for group in optimizer.param_groups:
