@@ -25,6 +25,7 @@ PAIRS = [
     ("3.12", "2.14.1", "3.8.0"),
     ("3.12", "2.15.0", "3.9.0"),
     ("3.13", "2.15.0", "3.9.0"),
+    ("3.14", "2.15.0", "3.9.0"),
 ]
 TABLE = Path(__file__).parent / "book" / "versions.csv"
 COLUMNS = ("date", "python", "torch", "triton", "numpy", "tests", "passed", "failed")

@@ -178,6 +178,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         top.error(str(error))
     if given.merge:
+        if not any(any(folder.glob("*/*.*")) for folder in given.merge):
+            top.error(f"--merge must be of folders with <gpu>/<file>.csv, got {', '.join(map(str, given.merge))}")
         merge(given.merge, out)
         return 0
     if not (names or given.steps):

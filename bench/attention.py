@@ -26,6 +26,15 @@ SHAPES = (
     (4, 16, 16, 4096, 128, False),
     (4, 32, 8, 4096, 128, True),
 )
+# Lengths and heads for which nothing was tuned.
+UNTUNED = (
+    (3, 28, 4, 6000, 128, True),
+    (2, 20, 20, 4000, 128, False),
+    (2, 24, 24, 6000, 64, False),
+    (16, 16, 16, 640, 64, True),
+    (2, 12, 4, 3072, 256, True),
+    (1, 32, 8, 2048, 96, True),
+)
 # The sweep: 16,384 tokens (one sequence if it is longer), 2,048 features over all heads.
 SWEEP_N = (1024, 2048, 4096, 8192, 16384, 32768)
 TOKENS, FEATURES = 16384, 2048
@@ -384,7 +393,7 @@ def _paged_problem(b: int, h: int, h_kv: int, n: int, s: int, d: int, page: int,
 
 
 def cases() -> Iterator[timing.Case]:
-    """The named shapes, and sequences from 1,024 to 32,768 at two head sizes, causal or not, forward and backward; a small
+    """The named shapes, those that nobody tuned, and sequences from 1,024 to 32,768 at two head sizes, causal or not, forward and backward; a small
     shape; few queries to contiguous keys and to pages; packed sequences."""
     shapes = dict.fromkeys(SHAPES)
     for d in (64, 128):
@@ -395,6 +404,9 @@ def cases() -> Iterator[timing.Case]:
     for shape in shapes:
         yield _case("forward", shape)
         yield _case("backward", shape)
+    for shape in UNTUNED:
+        yield _case("forward", shape, slow_ones=False)
+        yield _case("backward", shape, slow_ones=False)
     for d in (80, 256):
         yield _case("forward", (4, FEATURES // d, FEATURES // d, 4096, d, True))
         yield _case("backward", (4, FEATURES // d, FEATURES // d, 4096, d, True))

@@ -7,6 +7,7 @@
     sparse_training_scores.csv     how well each scheduler finds a planted teacher's chunks
     sparse_training_curves.jsonl   one run a line: losses against steps and seconds
     sparse_training_budgets.csv    the loss after equal seconds, where each run's schedule ends with them
+    sparse_training_control.csv    the loss after equal steps beside a narrower dense model that does as many operations
 
 ``--select '^(step|parts) 512'`` takes only the experiments whose name has this. Scores are no times, and
 ``python -m bench.sparse_training`` alone records them without a GPU too.
@@ -48,12 +49,14 @@ CURVE_STEPS = {512: 300, 1024: 300, 2048: 200}
 SPARSE_MODES = ("sparse_dw", "sparse_dw_dx")
 CHOOSERS = tuple(name for name in SCHEDULERS if name not in ("all", "oracle"))
 BUDGET_SECONDS = {512: 1.5, 1024: 3.0, 2048: 8.0}
+CONTROL = {1024: SEEDS, 2048: SEEDS[:1]}  # the seeds of the runs beside a narrower dense model, by width
 WARM = 1 / 8  # the share of a run that is dense at its beginning
 # What tells one row, or one line, from another.
 KEYS: dict[str, tuple[str, ...]] = {
     f"{STEM}_parts": ("shape", "provider", "active", "part"),
     f"{STEM}_scores": ("families", "scheduler", "seed", "active"),
     f"{STEM}_budgets": ("shape", "provider", "active", "lr", "sparse_lr", "seed", "budget_seconds"),
+    f"{STEM}_control": ("width", "provider", "control", "active", "seed"),
     f"{STEM}_curves": ("provider", "active", "sparse_lr", "width", "seed", "steps"),
 }
 OPTIMIZER = ("_adamw", "adam", "FusedAdam")  # what the names of its kernels contain
@@ -441,6 +444,47 @@ class Study:
         self._write("budgets", outcome)
         return f"validation loss {outcome['validation_loss']} after {steps} steps in {trainer.seconds:.1f} s"
 
+    # --- control ---
+
+    def control(self) -> None:
+        """Rows of ``sparse_training_control.csv``: dense, sparse, and dense but so narrow that the whole run has as many operations."""
+        for seed, active in itertools.product(CONTROL.get(self.width, ()), (1.0, *FRACTIONS)):
+            variant = Variant() if active == 1 else Variant("sparse_dw_dx", "ema_topk", active)
+            for control in (False, True)[: 1 + (active < 1)]:
+                name = f"control {self.width} {variant.provider} {active:g} narrow {control} seed {seed}"
+                self.attempt(name, functools.partial(self._control, variant, control, seed))
+
+    def _control(self, variant: Variant, control: bool, seed: int) -> str:
+        steps = CURVE_STEPS[self.width]
+        warm = round(WARM * steps)
+        dense, sparse = (step_gflop(each.config(self.width), self.data.vocab_size) for each in (Variant(), variant))
+        gflop = warm * dense + (steps - warm) * sparse
+        config = variant.config(
+            self.width, steps=steps, seed=seed, dense_steps=warm, eval_every=0, eval_batches=8,
+            checkpoint_every=0, log_every=20, lr_warmup=max(1, steps // 20),
+        )  # fmt: skip
+        if control:
+            config = self._narrower(config, gflop / steps)
+            gflop = steps * step_gflop(config, self.data.vocab_size)
+        self.data.seed = seed  # type: ignore[attr-defined]
+        trainer = Trainer(config, self.data, progress=False)
+        trainer.run()
+        outcome = {
+            "width": self.width, "provider": variant.provider, "control": control, "active": f"{variant.active:g}",
+            "seed": seed, "shape": _shape(config), "steps": steps, "gflop": f"{gflop:.5g}",
+            "validation_loss": f"{trainer.validation_losses()[-1]:.4f}", "clock_seconds": f"{trainer.seconds:.3f}",
+        }  # fmt: skip
+        self._write("control", outcome)
+        return f"width {config.width}, {gflop:.0f} GFLOP: validation loss {outcome['validation_loss']}"
+
+    def _narrower(self, config: TrainConfig, gflop: float) -> TrainConfig:
+        """The dense configuration, with as many heads, whose step has the most operations up to ``gflop`` times 1e9."""
+        widths = range(config.width, 0, -16 * config.heads)  # heads of attention have a multiple of 16 features
+        dense = (
+            dataclasses.replace(config, mode="dense", scheduler="all", active=1.0, width=width) for width in widths
+        )
+        return next(each for each in dense if step_gflop(each, self.data.vocab_size) <= gflop)
+
     # --- scores ---
 
     def scores(self) -> None:
@@ -466,7 +510,7 @@ def run(folder: Path, select: str | None = None) -> int:
     study = Study(folder, select or "")
     write_ceilings(folder, study.about["run"])
     study.scores()
-    for experiment in (study.steps, study.parts, study.curves, study.budgets):
+    for experiment in (study.steps, study.parts, study.curves, study.budgets, study.control):
         for study.width in WIDTHS:
             experiment()
     return int(study.failures > 0)

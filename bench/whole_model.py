@@ -14,7 +14,7 @@ Providers, on the same weights as far as they are the same:
 - ``grouped_mm``, ``batched_mm``: transformers' experts in bfloat16, its attention (PyTorch's) and its norms; PEFT's LoRA;
 - ``bitsandbytes``: the same with the experts in its 4 bits, which are made dense where they are read;
 - ``kernelbook``: experts in 4 bits (doubly quantized), attention and norms on the kernels; ``kernelbook:dense`` on the
-  bfloat16 weights; ``kernelbook:offloaded`` with the experts in pinned host memory;
+  bfloat16 weights; ``kernelbook:offloaded`` with the experts in pinned host memory, and 12 GiB of the GPU's;
 - ``torch``: PyTorch's own layers, for a model without experts.
 
 gpt-oss' experts are in MXFP4 instead, as they are published, and its baseline is the model that transformers makes dense,
@@ -103,6 +103,7 @@ ONE_TOKEN = ("decode", "generate")
 SAME_BITS = "kernelbook:same_bits"
 EXPERTS = {"grouped_mm": "grouped_mm", "batched_mm": "batched_mm", "bitsandbytes": "grouped_mm"}
 OFFLOADED = "kernelbook:offloaded"
+CAP = 12 * 2**30  # bytes of the GPU's memory that PyTorch may take where experts are offloaded
 KINDS = dict.fromkeys(("grouped_mm", "batched_mm", "torch", "kernelbook:dense"), "dense") | {OFFLOADED: "offloaded"}
 
 
@@ -165,6 +166,8 @@ def build(config: Any, kind: str = "dense", *, dtype: torch.dtype = torch.bfloat
                     replace_parameter_4bit(module, name, compress_statistics=True, quant_type="nf4")
                 elif kind != "dense":
                     quantize_parameter(module, name, double_quant=kind != "nf4")
+                    if kind == "offloaded":
+                        module.parametrizations[name].to("cpu")
         if any(buffer is not None and buffer.is_meta for buffer in module._buffers.values()):
             with torch.device(runtime.DEVICE):
                 fresh = type(module)(config)
@@ -472,6 +475,8 @@ class _Session:
         model = self._model(plan)
         forget()
         if runtime.DEVICE.type == "cuda":
+            total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, CAP / total) if plan.provider == OFFLOADED else 1.0)
             torch.cuda.reset_peak_memory_stats()
         try:
             with _running(model, plan.provider):

@@ -223,6 +223,8 @@ def test_rows_of_several_folders_are_put_together(tmp_path: Path) -> None:
     assert pd.read_csv(folder / "nf4.csv", dtype=str)[["x", "ms"]].to_numpy().tolist() == [["1", "new"], ["2", "new"]]
     assert pd.read_csv(folder / "layer_norm_barrier.csv")["wrong"].tolist() == [2]
     assert pd.read_json(folder / "same_loss_curves.jsonl", lines=True)["validation_loss"].tolist() == [[2]]
+    with pytest.raises(SystemExit):
+        command.main(["--merge", str(tmp_path / "nothing"), "--out", str(tmp_path / "all")])
 
 
 # --- chapters -------------------------------------------------------------------------------------------------------

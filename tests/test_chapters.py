@@ -116,6 +116,8 @@ def test_a_wide_drawing_has_parts_for_a_phone(tmp_path: Path) -> None:
         "../_images/two.svg#phone-2",
     ]
     assert re.sub(r'<img class="phone-view"[^>]*>', "", found) == text
+    (tmp_path / "_images" / "narrow.svg").write_text('<svg viewBox="0 0 400 200"></svg>')
+    assert tool.with_views('<img src="_images/narrow.svg">', tmp_path) == '<img class="fits" src="_images/narrow.svg">'
 
 
 def test_a_question_keeps_its_answer_folded(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """``make hub``: the kernel repository is whole, depends on nothing but PyTorch and Triton, and the library loads it offline."""
 
 import ast
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -62,6 +63,12 @@ def test_what_is_in_it(repositories: list[Path]) -> None:
         assert not re.search(r"[\"']kernelbook::", source), path
     # The builder writes this one.
     assert not (package / "_ops.py").exists()
+
+
+def test_turing_is_supported(tmp_path: Path) -> None:
+    """``kernels`` 0.17 refuses a build on a GPU below every capability of its metadata; the card begins with Turing."""
+    variant = program("build_hub").build(tmp_path / "hub", "cuda")
+    assert "7.5" in json.loads((variant / "metadata.json").read_text())["backend"]["archs"]
 
 
 def test_what_cannot_be_written_anew_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,10 +32,8 @@ LONGER = {
     "layer_norm": 19_000,  # both passes, three ways to add over programs with a kernel each, and the race that a lock must prevent
     "moe_lora": 19_000,  # tiles, scattered rows, and LoRA fused and split: a kernel each, and the gradients
     "attention_forward": 19_000,  # six ideas from formulas to grouped heads, a kernel each; both instruments
-    "gluon": 15_500,  # eleven kernels, each a step that is run, and the timeline of the last
     "attention_backward": 19_000,  # three gradients by one kernel with atomics and by two kernels, and a fair race between them
     "sparse_linear": 18_500,  # two gradients, each with its kernels, and the loop and the copies that they replace
-    "scatter_ffn": 18_000,  # two products in five kernels; the wrong explanation of a slow one, and the measured one
 }
 # Sphinx puts the parts of a class between the terms and definitions of one list.
 AXE: dict[str, Any] = {

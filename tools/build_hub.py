@@ -23,7 +23,6 @@ AT_HOME = {"lab", "study", "check", "__main__", "train", "interop", "distributed
 ADDED = ("layers.py", "transformers_attention.py")  # of hub/, to the package
 # The one line that names the namespace of operators in our sources, and what takes its place.
 NAMESPACE = f'NAMESPACE = "{PACKAGE}"', 'NAMESPACE = add_op_namespace_prefix("").removesuffix("::")'
-CAPABILITIES = ["8.0", "8.6", "8.9", "9.0", "10.0", "12.0"]
 
 OPS = '''"""The namespace of this build's operators."""
 
@@ -147,7 +146,9 @@ def build(out: Path, backend: str = "cuda", version: int = 1) -> Path:
     shutil.copytree(ROOT / "hub", out, ignore=shutil.ignore_patterns(*ADDED, "__pycache__"))
     shutil.copy(ROOT / "LICENSE", out)
     toml = out / "build.toml"
-    toml.write_text(replaced(toml.read_text(), "\nversion = 1\n", f"\nversion = {version}\n", "build.toml"))
+    settings = replaced(toml.read_text(), "\nversion = 1\n", f"\nversion = {version}\n", "build.toml")
+    toml.write_text(settings)
+    capabilities = json.loads(settings.split("cuda-capabilities = ")[1])
     variant = out / "build" / f"torch-{backend}"
     for folder in (out / "torch-ext" / PACKAGE, variant):
         for place, text in files.items():
@@ -168,7 +169,7 @@ def build(out: Path, backend: str = "cuda", version: int = 1) -> Path:
         "version": version,
         "license": "Apache-2.0",
         "python-depends": [],
-        "backend": {"type": backend, **({"archs": CAPABILITIES} if backend == "cuda" else {})},
+        "backend": {"type": backend, **({"archs": capabilities} if backend == "cuda" else {})},
         "digest": {"algorithm": "sha256", "files": digests},
     }
     (variant / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")

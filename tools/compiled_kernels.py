@@ -57,7 +57,6 @@ def there_and_back(hidden, slots, dtype, gates_dtype):
     exchange._combine(pairs, of_slots, message.rows, weights, message.weights)
     exchange._combine(message.rows, places, torch.empty_like(x), message.weights, gates, ids, 32, 128)
     exchange._spread(x, places, message.rows)
-    exchange._own(message, 0, 32, 128)
 there_and_back(2048, 8, torch.bfloat16, torch.float32)
 there_and_back(5120, 1, torch.bfloat16, torch.bfloat16)
 there_and_back(100, 6, torch.float32, torch.float32)
@@ -88,9 +87,6 @@ with kernelbook.same_bits():
     "train": """
 import torch, kernelbook
 from kernelbook import train
-for dtype in (torch.float32, torch.bfloat16):
-    train.chunk_norms(torch.empty(832, 2048, dtype=dtype))
-    train.chunk_norms(torch.empty(832, 100, dtype=dtype), chunk_size=16)
 for counts in ((96, 32, 128, 32), (4096,)):
     layout = train.Layout.of_fraction(counts, 0.1)
     for name in ("random", "ema_topk", "knn"):

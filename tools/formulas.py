@@ -41,7 +41,10 @@ def visit_math(self: HTML5Translator, node: nodes.math) -> None:
 
 def visit_math_block(self: HTML5Translator, node: nodes.math_block) -> None:
     self.body.append(self.starttag(node, "div", CLASS="math"))
-    self.body.append(f'<div class="formula">{mathml(node.astext().strip(), "block", node)}</div>')
+    # Formulas beside each other stand below each other on a narrow screen.
+    tex = node.astext().strip()
+    parts = [tex] if "{aligned}" in tex else re.split(r"\\qquad\b", tex)
+    self.body.append(f'<div class="formula">{"".join(mathml(part, "block", node) for part in parts)}</div>')
     if node["number"]:
         self.body.append(f'<span class="eqno">({get_node_equation_number(self, node)})')
         self.add_permalink_ref(node, "Link to this equation")

@@ -331,18 +331,21 @@ def with_files(text: str, page: Path, out: Path) -> str:
 def with_views(text: str, out: Path) -> str:
     """A page with the parts of its wide drawings, which a phone shows below one another instead of the whole.
 
-    A drawing names its parts itself: ``<view id="phone-1" viewBox="0 0 290 276"/>``.
+    A drawing names its parts itself: ``<view id="phone-1" viewBox="0 0 290 276"/>``. One that is narrow is shown as a whole.
     """
 
     def parted(match: re.Match[str]) -> str:
         drawing = out / "_images" / match[2]
-        views = VIEW.findall(drawing.read_text(encoding="utf-8")) if drawing.exists() else []
+        text = drawing.read_text(encoding="utf-8") if drawing.exists() else ""
+        views = VIEW.findall(text)
         parts = "".join(
             f'<img class="phone-view" alt="" loading="lazy" src="{match[1]}#{name}" '
             f'style="width: min(100%, {1.15 * float(width):.0f}px); aspect-ratio: {width} / {height}">'
             for name, width, height in views
         )
-        return match[0] + parts
+        narrow = re.search(r'<svg[^>]*viewBox="0 0 (\d+)', text)
+        fits = "" if narrow is None or int(narrow[1]) > FITS // 2 or "class=" in match[0] else ' class="fits"'
+        return match[0].replace("<img", f"<img{fits}", 1) + parts
 
     return DRAWING.sub(parted, text)
 

@@ -967,9 +967,7 @@ def together() -> Recording:
     room = int(np.ceil(max(total.values()) / columns)) * columns
     runs = []
     for name, part in parts.items():
-        frames = Frames(
-            f"{elements / 1e9:.1f} thousand million weights in the experts of {layers} layers. A cell is a GiB."
-        )
+        frames = Frames(f"{elements / 1e9:.1f} billion weights in the experts of {layers} layers. A cell is a GiB.")
         at = 0.0
         for code, (what, size) in zip("abcd", part.items()):
             first, last = round(at), round(at + size / 2**30)

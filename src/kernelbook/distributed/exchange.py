@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from kernelbook import runtime  # before Triton, which it sets up
 from kernelbook.distributed import kernels
-from kernelbook.launch import Launch, cdiv, launcher
+from kernelbook.launch import Launch, launcher
 from kernelbook.memory import tl_accumulator
 from kernelbook.tensors import check_versions, with_versions
 
@@ -129,7 +129,7 @@ def _send(
     of_message = torch.empty_like(places)
     if tokens == 0:
         return of_message
-    launch = _launch("_send_kernel", **_sizes(top_k, hidden))
+    launch = _launch("_send_kernel", HAS_IDS=True, **_sizes(top_k, hidden))
     rows, weights, local = _bits(message.rows), _bits(message.weights), message.ids
     launch(
         (tokens,), _bits(x), _bits(gates), ids, places, firsts, counts, of_message, rows, rows.stride(0), weights, weights.stride(0),
@@ -181,22 +181,15 @@ def _spread(items: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> No
     """rows[places[i, j]] = items[i]."""
     (count, width), hidden = places.shape, items.shape[1]
     if count:
-        launch = _launch("_spread_kernel", BLOCK_H=_block(hidden))
-        launch((count,), _bits(items), items.stride(0), places, _bits(rows), rows.stride(0), width, hidden)
+        launch = _launch("_send_kernel", HAS_IDS=False, **_sizes(1, hidden))
+        message = _bits(rows), rows.stride(0), None, 0, None, 0
+        launch((count,), _bits(items), None, None, places, None, None, None, *message, 0, 0, width, hidden)
 
 
-def _own(message: _Message, first: int, own: int, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _own(message: _Message, first: int, own: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights and ids (rows, k): from the expert ``first`` on, and ``own`` for slots that are not for one of ``own``."""
-    theirs, top_k = _bits(message.weights), message.weights.shape[1]
-    weights = torch.empty(message.weights.shape, dtype=message.weights.dtype, device=theirs.device)
-    local = torch.empty_like(weights, dtype=torch.int32)
-    if local.numel():
-        launch = _launch("_own_kernel", k=top_k, BLOCK=1024)
-        launch(
-            (cdiv(local.numel(), 1024),), theirs, theirs.stride(0), message.ids, message.ids.stride(0),
-            _bits(weights), local, local.numel(), first, own, num_experts,
-        )  # fmt: skip
-    return weights, local
+    local = message.ids[:, : message.weights.shape[1]] - first
+    return message.weights.contiguous(), torch.where((local >= 0) & (local < own), local, own)
 
 
 # --- dispatch, combine -----------------------------------------------------------------------------------------------
@@ -348,7 +341,7 @@ class _EveryRankPlan:
     gets the sums of its own rows."""
 
     def __init__(self, ids: torch.Tensor, num_experts: int, share: int, group: dist.ProcessGroup) -> None:
-        self.ids, self.num_experts, self.group = ids, num_experts, group
+        self.ids, self.group = ids, group
         self.first = dist.get_rank(group) * share
         self.own = max(min(share, num_experts - self.first), 0)
 
@@ -365,7 +358,7 @@ class _EveryRankPlan:
         (whole, one), (rows, two) = self.gather(message.whole), self.gather(x)
         one.wait()
         arrived = _Message.of(whole, 0, top_k, x.dtype, gates.dtype)
-        weights, local = _own(arrived, self.first, self.own, self.num_experts)
+        weights, local = _own(arrived, self.first, self.own)
         two.wait()
         return rows, weights, local
 

@@ -5,17 +5,15 @@ the number of its first pair, each part from a multiple of 16 bytes on. Where it
 experts there, a *pair*.
 
     places    one program a rank: which tokens go there, in which order, and how many pairs they make; reads T k ids
-    send      one program a token: its message, once for each rank that it visits
+    send      one program a token: its message, once for each rank that it visits; or an item: its row to each of its places
     arrive    one program a message: a row, a weight and an id for each of its pairs
     combine   one program an item: the sum of its rows; with weights their gradients travel along
-    spread    one program an item: its row to each of its places
-    own       elementwise: which slots of everybody's tokens are for this rank's experts
 
 and between ranks that share memory (:mod:`kernelbook.distributed.windows`), where a row's place is known to its sender:
 
     put       one program a token: its row, weights and ids, into the memory of each rank that it visits
-    take      one program for each row that may have come: out of this rank's memory; nothing came: zeros, and no expert
-    give      one program for each row that may have come: a result, into the memory of the rank that it came from
+    copy      one program for each row that may have come: out of this rank's window; nothing came: zeros, and no expert;
+              or its result, into the window of the rank that it came from
 
 Copies are of integers, whatever they stand for. Sums are in the order of places, the same bits every time.
 Not handled: rows that are not contiguous.
@@ -69,37 +67,43 @@ def _places_kernel(
         tl.store(counts_ptr + rank * 2 + 1, pairs)
 
 
-@triton.jit(do_not_specialize=["E", "share", "ranks"])
+@triton.jit(do_not_specialize=["E", "share", "width"])
 def _send_kernel(
     x_ptr,  # (T, H)
-    gates_ptr, ids_ptr,  # (T, k)
-    places_ptr, firsts_ptr, counts_ptr,  # of _places_kernel
-    message_ptr,  # (T, n) out: row of the message, or -1; not written over places, which other warps may still read
-    rows_ptr, stride_r, weights_ptr, stride_w, locals_ptr, stride_l,  # the message's three parts; firsts behind the ids
-    E, share, ranks, H,
-    k: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr,
+    gates_ptr, ids_ptr,  # (T, k), if HAS_IDS
+    places_ptr,  # (T, width) rows where a token goes, or -1; if HAS_IDS a column a rank, counted from its first
+    firsts_ptr, counts_ptr,  # of _places_kernel, if HAS_IDS
+    message_ptr,  # (T, n) out, if HAS_IDS: row of the message, or -1; not written over places, which other warps may still read
+    rows_ptr, stride_r,  # (rows, H)
+    weights_ptr, stride_w, locals_ptr, stride_l,  # the message's other parts, if HAS_IDS; firsts behind the ids
+    E, share, width, H,
+    HAS_IDS: tl.constexpr, k: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
-    offs_k = tl.arange(0, BLOCK_K)
-    mask_k = offs_k < k
-    ids = tl.load(ids_ptr + token * k + offs_k, mask=mask_k, other=-1)
-    gates = tl.load(gates_ptr + token * k + offs_k, mask=mask_k, other=0)
+    if HAS_IDS:
+        offs_k = tl.arange(0, BLOCK_K)
+        mask_k = offs_k < k
+        ids = tl.load(ids_ptr + token * k + offs_k, mask=mask_k, other=-1)
+        gates = tl.load(gates_ptr + token * k + offs_k, mask=mask_k, other=0)
     before = 0
-    for rank in range(ranks):
-        place = tl.load(places_ptr + token * ranks + rank)
-        tl.store(message_ptr + token * ranks + rank, tl.where(place >= 0, before + place, -1))
+    for rank in range(width):
+        place = tl.load(places_ptr + token * width + rank)
+        if HAS_IDS:
+            tl.store(message_ptr + token * width + rank, tl.where(place >= 0, before + place, -1))
         if place >= 0:
             row = (before + place).to(tl.int64)
-            local = ids - rank * share
-            mine = (local >= 0) & (local < share) & (ids < E)
-            tl.store(locals_ptr + row * stride_l + offs_k, tl.where(mine, local, -1).to(tl.int32), mask=mask_k)
-            tl.store(locals_ptr + row * stride_l + k, tl.load(firsts_ptr + token * ranks + rank))
-            tl.store(weights_ptr + row * stride_w + offs_k, gates, mask=mask_k)
+            if HAS_IDS:
+                local = ids - rank * share
+                mine = (local >= 0) & (local < share) & (ids < E)
+                tl.store(locals_ptr + row * stride_l + offs_k, tl.where(mine, local, -1).to(tl.int32), mask=mask_k)
+                tl.store(locals_ptr + row * stride_l + k, tl.load(firsts_ptr + token * width + rank))
+                tl.store(weights_ptr + row * stride_w + offs_k, gates, mask=mask_k)
             for start in range(0, H, BLOCK_H):
                 offs_h = start + tl.arange(0, BLOCK_H)
                 values = tl.load(x_ptr + token * H + offs_h, mask=offs_h < H, other=0)
                 tl.store(rows_ptr + row * stride_r + offs_h, values, mask=offs_h < H)
-        before += tl.load(counts_ptr + rank * 2)
+        if HAS_IDS:
+            before += tl.load(counts_ptr + rank * 2)
 
 
 @triton.jit(do_not_specialize=["ranks"])
@@ -167,41 +171,6 @@ def _combine_kernel(
         tl.store(out_weights_ptr + item * stride_u + offs_k, found, mask=mask_k)
 
 
-@triton.jit(do_not_specialize=["width"])
-def _spread_kernel(
-    items_ptr, stride_i,  # (items, H)
-    places_ptr,  # (items, width) rows of each item, or -1
-    rows_ptr, stride_r,  # (rows, H) out
-    width, H,
-    BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    item = tl.program_id(0).to(tl.int64)
-    for start in range(0, H, BLOCK_H):
-        offs_h = start + tl.arange(0, BLOCK_H)
-        values = tl.load(items_ptr + item * stride_i + offs_h, mask=offs_h < H, other=0)
-        for j in range(width):
-            place = tl.load(places_ptr + item * width + j).to(tl.int64)
-            if place >= 0:
-                tl.store(rows_ptr + place * stride_r + offs_h, values, mask=offs_h < H)
-
-
-@triton.jit(do_not_specialize=["N", "first", "own", "E"])
-def _own_kernel(
-    weights_ptr, stride_w, ids_ptr, stride_i,  # (rows, k) of everybody's tokens
-    own_weights_ptr, own_ids_ptr,  # (rows, k) out, contiguous; ids from this rank's first expert on, or own to skip
-    N, first, own, E,
-    k: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    row, slot, mask = offs // k, offs % k, offs < N
-    ids = tl.load(ids_ptr + row * stride_i + slot, mask=mask, other=-1)
-    local = ids - first
-    mine = (local >= 0) & (local < own) & (ids < E)
-    tl.store(own_ids_ptr + offs, tl.where(mine, local, own), mask=mask)
-    weights = tl.load(weights_ptr + row * stride_w + slot, mask=mask, other=0)
-    tl.store(own_weights_ptr + offs, weights, mask=mask)
-
-
 @triton.jit
 def _at(address, element: tl.constexpr):
     """Addresses of memory that begins on 16 bytes."""
@@ -245,57 +214,41 @@ def _put_kernel(
                 tl.store(_at(window + at_rows, element) + row * H + offs_h, values, mask=offs_h < H)
 
 
-@triton.jit(do_not_specialize=["capacity", "own"])
-def _take_kernel(
-    rows_ptr,  # (n capacity, H), in this rank's window
-    counts_ptr,  # (n,) rows from each rank
-    out_ptr,  # (n capacity, H)
+@triton.jit(do_not_specialize=["capacity", "rank", "own"])
+def _copy_kernel(
+    rows_ptr,  # (n capacity, H): what came from each rank; if BACK the results
+    counts_ptr,  # (n,) rows that came from each rank
+    windows_ptr,  # (n,) int64, if BACK: where the results go
+    out_ptr,  # (n capacity, H), unless BACK
     out_counts_ptr,  # (n,), with ids
-    weights_ptr, ids_ptr,  # (n capacity, k), in the window
-    out_weights_ptr, out_ids_ptr,  # (n capacity, k)
-    capacity, own, H,
-    HAS_IDS: tl.constexpr, k: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr,
+    weights_ptr, out_weights_ptr,  # (n capacity, k), or None; out unless BACK
+    ids_ptr, out_ids_ptr,  # (n capacity, k), or None
+    capacity, rank, own, H, at_rows, at_weights,
+    BACK: tl.constexpr, k: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     source, i = row // capacity, row % capacity
     count = tl.load(counts_ptr + source)
     came = i < count
-    for start in range(0, H, BLOCK_H):
-        offs_h = start + tl.arange(0, BLOCK_H)
-        values = tl.load(rows_ptr + row * H + offs_h, mask=(offs_h < H) & came, other=0)
-        tl.store(out_ptr + row * H + offs_h, values, mask=offs_h < H)
-    if HAS_IDS:
-        offs_k = tl.arange(0, BLOCK_K)
-        mask_k = offs_k < k
-        ids = tl.load(ids_ptr + row * k + offs_k, mask=mask_k & came, other=-1)
-        tl.store(out_ids_ptr + row * k + offs_k, tl.where(ids >= 0, ids, own), mask=mask_k)
-        weights = tl.load(weights_ptr + row * k + offs_k, mask=mask_k & came, other=0)
-        tl.store(out_weights_ptr + row * k + offs_k, weights, mask=mask_k)
-        if i == 0:
-            tl.store(out_counts_ptr + source, count)
-
-
-@triton.jit(do_not_specialize=["own", "capacity"])
-def _give_kernel(
-    rows_ptr,  # (n capacity, H)
-    weights_ptr,  # (n capacity, k)
-    counts_ptr,  # (n,) rows that came from each rank
-    windows_ptr,  # (n,) int64
-    own, capacity, H, at_rows, at_weights,
-    HAS_WEIGHTS: tl.constexpr, k: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    given = tl.program_id(0).to(tl.int64)
-    source, i = given // capacity, given % capacity
-    if i < tl.load(counts_ptr + source):
-        row = own.to(tl.int64) * capacity + i
+    to = row
+    if BACK:
+        to = rank.to(tl.int64) * capacity + i
         window = tl.load(windows_ptr + source)
+        out_ptr = _at(window + at_rows, rows_ptr.dtype.element_ty)
+        if weights_ptr is not None:
+            out_weights_ptr = _at(window + at_weights, weights_ptr.dtype.element_ty)
+    if not BACK or came:
         for start in range(0, H, BLOCK_H):
             offs_h = start + tl.arange(0, BLOCK_H)
-            values = tl.load(rows_ptr + given * H + offs_h, mask=offs_h < H, other=0)
-            tl.store(_at(window + at_rows, rows_ptr.dtype.element_ty) + row * H + offs_h, values, mask=offs_h < H)
-        if HAS_WEIGHTS:
-            offs_k = tl.arange(0, BLOCK_K)
-            weights = tl.load(weights_ptr + given * k + offs_k, mask=offs_k < k, other=0)
-            tl.store(
-                _at(window + at_weights, weights_ptr.dtype.element_ty) + row * k + offs_k, weights, mask=offs_k < k
-            )
+            values = tl.load(rows_ptr + row * H + offs_h, mask=(offs_h < H) & came, other=0)
+            tl.store(out_ptr + to * H + offs_h, values, mask=offs_h < H)
+        offs_k = tl.arange(0, BLOCK_K)
+        mask_k = offs_k < k
+        if weights_ptr is not None:
+            weights = tl.load(weights_ptr + row * k + offs_k, mask=mask_k & came, other=0)
+            tl.store(out_weights_ptr + to * k + offs_k, weights, mask=mask_k)
+        if ids_ptr is not None:
+            ids = tl.load(ids_ptr + row * k + offs_k, mask=mask_k & came, other=-1)
+            tl.store(out_ids_ptr + row * k + offs_k, tl.where(ids >= 0, ids, own), mask=mask_k)
+            if i == 0:
+                tl.store(out_counts_ptr + source, count)

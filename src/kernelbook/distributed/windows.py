@@ -255,16 +255,17 @@ def _take(
         plan.counts = torch.empty(windows.ranks, dtype=torch.int32, device=like.device)
         counts = windows.view(0, 0, (windows.ranks,), torch.int32)
     if count:
-        launch = _launch("_take_kernel", HAS_IDS=gates is not None, **_sizes(top_k, hidden))
+        launch = _launch("_copy_kernel", BACK=False, **_sizes(top_k, hidden))
         given: tuple[Any, ...] = (None, None, None, None)
         if gates is not None and weights is not None:
             shape = (count, top_k)
             given = (
-                _bits(windows.view(0, layout.weights, shape, gates.dtype)), windows.view(0, layout.ids, shape, torch.int32),
-                _bits(weights), ids,
+                _bits(windows.view(0, layout.weights, shape, gates.dtype)), _bits(weights),
+                windows.view(0, layout.ids, shape, torch.int32), ids,
             )  # fmt: skip
         rows = windows.view(0, layout.rows, (count, hidden), like.dtype)
-        launch((count,), _bits(rows), counts, _bits(out), plan.counts, *given, layout.capacity, plan.own, hidden)
+        sizes = layout.capacity, 0, plan.own, hidden, 0, 0
+        launch((count,), _bits(rows), counts, None, _bits(out), plan.counts, *given, *sizes)
     return (out,) if weights is None or ids is None else (out, weights, ids)
 
 
@@ -272,10 +273,11 @@ def _give(plan: _WindowDispatchPlan, layout: _Layout, rows: torch.Tensor, weight
     """Rows (n C, H), and weights (n C, k), into window 1 of the ranks where their tokens came from."""
     top_k, hidden, windows = plan.ids.shape[1], rows.shape[1], plan.windows
     if layout.capacity:
-        launch = _launch("_give_kernel", HAS_WEIGHTS=weights is not None, **_sizes(top_k, hidden))
+        launch = _launch("_copy_kernel", BACK=True, **_sizes(top_k, hidden))
         launch(
-            (windows.ranks * layout.capacity,), _bits(rows), None if weights is None else _bits(weights), plan.counts,
-            windows.addresses[1], windows.rank, layout.capacity, hidden, layout.rows, layout.weights,
+            (windows.ranks * layout.capacity,), _bits(rows), plan.counts, windows.addresses[1], None, None,
+            None if weights is None else _bits(weights), None, None, None,
+            layout.capacity, windows.rank, 0, hidden, layout.rows, layout.weights,
         )  # fmt: skip
 
 

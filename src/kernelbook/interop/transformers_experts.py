@@ -61,11 +61,11 @@ def check_experts(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
 def _problem_of(experts: Any) -> str | None:
     """What keeps ``experts`` off the kernels, in words."""
     names = weight_names(experts)
-    missing = [
-        name for name in (*names, *(f"{name}_bias" for name in names if experts.has_bias)) if not hasattr(experts, name)
-    ]
+    # By hasattr a 4-bit weight would be decoded, which no kernel does on the host.
+    there = {*vars(experts), *experts._parameters, *experts._buffers, *getattr(experts, "parametrizations", ())}
+    missing = {*names, *(f"{name}_bias" for name in names if experts.has_bias)} - there
     if missing:
-        return f"must have the parameters {' and '.join(missing)}"
+        return f"must have the parameters {' and '.join(sorted(missing))}"
     try:
         up, down = (stored(experts, name) for name in names)
     except (TypeError, ValueError) as error:

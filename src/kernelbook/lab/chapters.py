@@ -187,9 +187,11 @@ def sweep(
                 continue
             ax.set(xscale="log", yscale="log")
             plots.speedup_figure(part, over, own=mine, x_label=x_label, title=title, ax=ax)
+            ax.get_legend().remove()
             if ax is not axes[0]:
-                ax.get_legend().remove()
                 ax.set_ylabel("")
+        if over is not None:
+            figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=6, fontsize=8)
         return plots.finish(figure, rows, own=own)
 
     return plots.with_records(stem, draw)

@@ -303,11 +303,11 @@ def bandwidth_figure(
             ax.axhline(float(ceiling.median()), color=INK, linewidth=1, linestyle=(0, (4, 3)), label=f"ceiling: {name}")
     ax.set_ylabel("GB/s" if y == "gbs" else "TFLOP/s")
     # The legend lies above all lines: nothing says where there would be room among them.
-    columns = 2 if len(figure.axes) == 1 else 1
-    lines = math.ceil(len(ax.get_legend_handles_labels()[0]) / columns)
+    lines = math.ceil(len(ax.get_legend_handles_labels()[0]) / 2)
     highest = max(float(np.nanmax(np.asarray(line.get_ydata(), dtype=float))) for line in ax.lines)
     ax.set_ylim(0, highest / (1 - 0.085 * lines))
-    ax.legend(loc="upper left", ncols=columns, fontsize=8.5)
+    size = 8.5 if len(figure.axes) == 1 else 7
+    ax.legend(loc="upper left", ncols=2, fontsize=size, handlelength=1.6, columnspacing=1)
     return finish(figure, rows, own=own) if own_figure else figure
 
 

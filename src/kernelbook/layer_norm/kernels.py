@@ -327,18 +327,6 @@ def _layer_norm_bwd_partials_looped_kernel(
 
 
 @triton.jit
-def _sum_rows(partial_ptr, out_ptr, offs_n, G, N, ACC: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Writes the sum over the G rows of a (G, N) buffer for the columns ``offs_n``."""
-    mask_n = offs_n < N
-    acc = tl.zeros((BLOCK_G, BLOCK_N), ACC)
-    for start in range(0, G, BLOCK_G):
-        offs_g = start + tl.arange(0, BLOCK_G)
-        mask = (offs_g < G)[:, None] & mask_n[None, :]
-        acc += tl.load(partial_ptr + offs_g.to(tl.int64)[:, None] * N + offs_n[None, :], mask=mask, other=0.0)
-    tl.store(out_ptr + offs_n, tl.sum(acc, axis=0).to(out_ptr.dtype.element_ty), mask=mask_n)
-
-
-@triton.jit
 def _layer_norm_bwd_sum_kernel(
     partial_dw_ptr, partial_db_ptr,  # (G, N) partial sums
     dw_ptr, db_ptr,  # (N,) gradients of weight and bias
@@ -347,13 +335,22 @@ def _layer_norm_bwd_sum_kernel(
     ACC: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    """Add up the rows of one buffer: with both wanted, programs (..., 0) dw's and (..., 1) db's."""
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    if tl.program_id(1) == 0:
-        if WITH_DW:
-            _sum_rows(partial_dw_ptr, dw_ptr, offs_n, G, N, ACC, BLOCK_G, BLOCK_N)
-    else:
-        if WITH_DB:
-            _sum_rows(partial_db_ptr, db_ptr, offs_n, G, N, ACC, BLOCK_G, BLOCK_N)
+    mask_n = offs_n < N
+    partial_ptr = partial_dw_ptr if WITH_DW else partial_db_ptr
+    if WITH_DW and WITH_DB and tl.program_id(1) == 1:
+        partial_ptr = partial_db_ptr
+    acc = tl.zeros((BLOCK_G, BLOCK_N), ACC)
+    for start in range(0, G, BLOCK_G):
+        offs_g = start + tl.arange(0, BLOCK_G)
+        mask = (offs_g < G)[:, None] & mask_n[None, :]
+        acc += tl.load(partial_ptr + offs_g.to(tl.int64)[:, None] * N + offs_n[None, :], mask=mask, other=0.0)
+    total = tl.sum(acc, axis=0)
+    if WITH_DW and (not WITH_DB or tl.program_id(1) == 0):
+        tl.store(dw_ptr + offs_n, total.to(dw_ptr.dtype.element_ty), mask=mask_n)
+    elif WITH_DB:
+        tl.store(db_ptr + offs_n, total.to(db_ptr.dtype.element_ty), mask=mask_n)
 
 
 # --- configurations -------------------------------------------------------------------------------------------------

@@ -262,7 +262,7 @@ def _plan_backward(
         **config.kwargs, num_warps=config.num_warps,
     )  # fmt: skip
     launch_sum = launcher(kernels._layer_norm_bwd_sum_kernel, **both, **total.kwargs, num_warps=total.num_warps)
-    sum_grid = (cdiv(n, total.kwargs["BLOCK_N"]), 1 if db is None else 2)
+    sum_grid = (cdiv(n, total.kwargs["BLOCK_N"]), 1 if dw is None or db is None else 2)
     partials = (programs, n) if (dw or db) and (programs > 1 or split is None) else None
     return _BackwardPlan(launch, (programs, split or 1), partials, launch_sum, sum_grid)
 

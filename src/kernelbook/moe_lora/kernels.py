@@ -151,13 +151,6 @@ def padded_rank(rank: int) -> int:
 
 
 @triton.jit
-def _positions(order_ptr, first, rows, BLOCK_M: tl.constexpr):
-    """Find the sorted positions of a tile and their pairs, each (BLOCK_M,); past the end the last one again."""
-    positions = first + tl.minimum(tl.arange(0, BLOCK_M), rows - 1)
-    return positions.to(tl.int64), tl.load(order_ptr + positions).to(tl.int64)
-
-
-@triton.jit
 def _rows_tile(
     expert, first, rows, pid_n,
     order_ptr, x_ptr, stride_xm, x_desc, w, stride_we, stride_w, scales,
@@ -171,7 +164,9 @@ def _rows_tile(
     dtype = y_ptr.dtype.element_ty
     ACC: tl.constexpr = tl.float64 if dtype == tl.float64 else tl.float32
     RANK: tl.constexpr = padded_rank(r)
-    positions, pairs = _positions(order_ptr, first, rows, BLOCK_M)
+    positions = first + tl.minimum(tl.arange(0, BLOCK_M), rows - 1)  # past the end the last one again
+    pairs = tl.load(order_ptr + positions).to(tl.int64)
+    positions = positions.to(tl.int64)
     x_rows = positions if X_SLOTS == 0 else pairs // X_SLOTS
     y_rows = positions if Y_GROUPED else pairs
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -301,8 +296,9 @@ def _moe_lora_fwd_rows_kernel(
     scales = absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, code_ptr
     if expert >= 0:
         if expert == E:
-            positions, pairs = _positions(routing_ptr, first, rows, BLOCK_M)
-            y_rows = positions if Y_GROUPED else pairs
+            positions = first + tl.minimum(tl.arange(0, BLOCK_M), rows - 1)
+            y_rows = positions if Y_GROUPED else tl.load(routing_ptr + positions)
+            y_rows = y_rows.to(tl.int64)
             offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
             mask_m = tl.arange(0, BLOCK_M) < rows
             y_ptrs = y_ptr + y_rows[:, None] * N + offs_n[None, :]
@@ -311,7 +307,7 @@ def _moe_lora_fwd_rows_kernel(
             if a_ptr is not None and u_ptr is not None:  # noqa: SIM102
                 if pid_n == 0:
                     offs_r = tl.arange(0, padded_rank(r))
-                    u_ptrs = u_ptr + positions[:, None] * padded_rank(r) + offs_r[None, :]
+                    u_ptrs = u_ptr + positions.to(tl.int64)[:, None] * padded_rank(r) + offs_r[None, :]
                     no_u = tl.zeros((BLOCK_M, padded_rank(r)), u_ptr.dtype.element_ty)
                     tl.store(u_ptrs, no_u, mask=mask_m[:, None])
         elif SMALL_M < BLOCK_M and rows <= SMALL_M:
@@ -352,8 +348,9 @@ def _moe_lora_fwd_shrink_kernel(
     if expert >= 0:
         acc = tl.zeros((BLOCK_M, BLOCK_R), ACC)
         if expert < E:
-            positions, pairs = _positions(order_ptr, first, rows, BLOCK_M)
-            x_rows = positions if X_SLOTS == 0 else pairs // X_SLOTS
+            positions = first + tl.minimum(tl.arange(0, BLOCK_M), rows - 1)  # past the end the last one again
+            x_rows = positions if X_SLOTS == 0 else tl.load(order_ptr + positions) // X_SLOTS
+            x_rows = x_rows.to(tl.int64)
             per_share = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLIT) * BLOCK_K
             low = share * per_share
             high = tl.minimum(low + per_share, K)

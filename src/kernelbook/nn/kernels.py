@@ -21,76 +21,53 @@ HEADS = 16
 
 
 @triton.jit
-def _gate_and_up(h_ptr, S, I, PAIRS: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, BLOCK_I: tl.constexpr):
-    """Load gate and up (ROWS, BLOCK_I); also return where h was read, with its mask, and rows, columns and mask of the output.
-
-    A row of h is [gate, up], read at the gate's place and I further on; if PAIRS it is [gate, up, gate, up, ...].
-    """
+def _swiglu_kernel(
+    dout_ptr,  # (S, I) contiguous, or None
+    h_ptr,  # (S, 2 I) contiguous: gate, up, which are read I apart; or gate, up, gate, up, ... if LIMIT
+    out_ptr,  # (S, I) contiguous; with dout the gradient of h, (S, 2 I), as h
+    S, I,
+    ALPHA: tl.constexpr, LIMIT: tl.constexpr,  # of the clamped one, or None
+    ACC: tl.constexpr, ROWS: tl.constexpr, BLOCK_I: tl.constexpr,
+):  # fmt: skip
     offs_s = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     offs_i = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)[None, :]
     mask = (offs_s < S) & (offs_i < I)
-    if PAIRS:
+    if LIMIT is None:
+        offs_h = offs_s * (2 * I) + offs_i
+        gate = tl.load(h_ptr + offs_h, mask=mask, other=0.0).to(ACC)
+        up = tl.load(h_ptr + offs_h + I, mask=mask, other=0.0).to(ACC)
+    else:
         columns = tl.program_id(1) * (2 * BLOCK_I) + tl.arange(0, 2 * BLOCK_I)[None, :]
         mask_h = (offs_s < S) & (columns < 2 * I)
         offs_h = offs_s * (2 * I) + columns
         pairs = tl.load(h_ptr + offs_h, mask=mask_h, other=0.0).to(ACC)
         gate, up = tl.split(pairs.reshape(ROWS, BLOCK_I, 2))
-    else:
-        mask_h = mask
-        offs_h = offs_s * (2 * I) + offs_i
-        gate = tl.load(h_ptr + offs_h, mask=mask_h, other=0.0).to(ACC)
-        up = tl.load(h_ptr + offs_h + I, mask=mask_h, other=0.0).to(ACC)
-    return gate, up, offs_h, mask_h, offs_s, offs_i, mask
-
-
-@triton.jit
-def _swiglu_fwd_kernel(
-    h_ptr,  # (S, 2 I) contiguous: gate, up; or in pairs if LIMIT
-    out_ptr,  # (S, I) contiguous
-    S, I,
-    ALPHA: tl.constexpr, LIMIT: tl.constexpr,  # of the clamped one, or None
-    ACC: tl.constexpr, ROWS: tl.constexpr, BLOCK_I: tl.constexpr,
-):  # fmt: skip
-    gate, up, _, _, offs_s, offs_i, mask = _gate_and_up(h_ptr, S, I, LIMIT is not None, ACC, ROWS, BLOCK_I)
-    if LIMIT is None:
-        out = gate / (1.0 + tl.exp(-gate)) * up
-    else:
-        # Written so that NaN stays NaN, as in torch.clamp.
-        gate = tl.where(gate > LIMIT, LIMIT, gate)
-        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
-        out = gate / (1.0 + tl.exp(-ALPHA * gate)) * (up + 1.0)
-    tl.store(out_ptr + offs_s * I + offs_i, out.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _swiglu_bwd_kernel(
-    dout_ptr,  # (S, I) contiguous
-    h_ptr,  # (S, 2 I) contiguous: gate, up; or in pairs if LIMIT
-    dh_ptr,  # (S, 2 I) contiguous, likewise
-    S, I,
-    ALPHA: tl.constexpr, LIMIT: tl.constexpr,  # of the clamped one, or None
-    ACC: tl.constexpr, ROWS: tl.constexpr, BLOCK_I: tl.constexpr,
-):  # fmt: skip
-    gate, up, offs_h, mask_h, offs_s, offs_i, mask = _gate_and_up(h_ptr, S, I, LIMIT is not None, ACC, ROWS, BLOCK_I)
-    dout = tl.load(dout_ptr + offs_s * I + offs_i, mask=mask, other=0.0).to(ACC)
-    if LIMIT is None:
-        sigmoid = 1.0 / (1.0 + tl.exp(-gate))
-        dgate = dout * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
-        dup = dout * gate * sigmoid
-        tl.store(dh_ptr + offs_h, dgate.to(dh_ptr.dtype.element_ty), mask=mask_h)
-        tl.store(dh_ptr + offs_h + I, dup.to(dh_ptr.dtype.element_ty), mask=mask_h)
-    else:
-        # A number at the limit itself has a gradient, as with torch.clamp; one beyond it has none.
+        # Written so that NaN stays NaN, as in torch.clamp. A number at the limit itself has a gradient; one beyond it has none.
         beyond_gate, beyond_up = gate > LIMIT, (up > LIMIT) | (up < -LIMIT)
         gate = tl.where(beyond_gate, LIMIT, gate)
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
-        sigmoid = 1.0 / (1.0 + tl.exp(-ALPHA * gate))
-        dgate = dout * (up + 1.0) * sigmoid * (1.0 + ALPHA * gate * (1.0 - sigmoid))
-        dup = dout * gate * sigmoid
-        dgate = tl.where(beyond_gate, 0.0, dgate)
-        dup = tl.where(beyond_up, 0.0, dup)
-        dh = tl.join(dgate, dup).reshape(ROWS, 2 * BLOCK_I)
-        tl.store(dh_ptr + offs_h, dh.to(dh_ptr.dtype.element_ty), mask=mask_h)
+    if dout_ptr is None:
+        if LIMIT is None:
+            out = gate / (1.0 + tl.exp(-gate)) * up
+        else:
+            out = gate / (1.0 + tl.exp(-ALPHA * gate)) * (up + 1.0)
+        tl.store(out_ptr + offs_s * I + offs_i, out.to(out_ptr.dtype.element_ty), mask=mask)
+    else:
+        dout = tl.load(dout_ptr + offs_s * I + offs_i, mask=mask, other=0.0).to(ACC)
+        if LIMIT is None:
+            sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+            dgate = dout * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
+            dup = dout * gate * sigmoid
+            tl.store(out_ptr + offs_h, dgate.to(out_ptr.dtype.element_ty), mask=mask)
+            tl.store(out_ptr + offs_h + I, dup.to(out_ptr.dtype.element_ty), mask=mask)
+        else:
+            sigmoid = 1.0 / (1.0 + tl.exp(-ALPHA * gate))
+            dgate = dout * (up + 1.0) * sigmoid * (1.0 + ALPHA * gate * (1.0 - sigmoid))
+            dup = dout * gate * sigmoid
+            dgate = tl.where(beyond_gate, 0.0, dgate)
+            dup = tl.where(beyond_up, 0.0, dup)
+            dh = tl.join(dgate, dup).reshape(ROWS, 2 * BLOCK_I)
+            tl.store(out_ptr + offs_h, dh.to(out_ptr.dtype.element_ty), mask=mask_h)
 
 
 @triton.jit(do_not_specialize=["N"])

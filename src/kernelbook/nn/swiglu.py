@@ -67,34 +67,26 @@ def _check(h: Any, alpha: float | None, limit: float | None) -> None:
         raise ValueError(f"{op}: h must have shape (S, 2 I), got {tuple(h.shape)}")
 
 
-def _plan(h: torch.Tensor, alpha: float | None, limit: float | None) -> "_Plan | None":
-    return _plan_launch(kernels._swiglu_fwd_kernel, h, alpha, limit)
-
-
-def _plan_backward(h: torch.Tensor, dout: torch.Tensor, alpha: float | None, limit: float | None) -> "_Plan | None":
-    return _plan_launch(kernels._swiglu_bwd_kernel, h, alpha, limit)
-
-
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class _Plan:
     launch: Launch
     grid: tuple[int, int]
 
 
-def _plan_launch(kernel: Any, h: torch.Tensor, alpha: float | None, limit: float | None) -> _Plan | None:
+def _plan(h: torch.Tensor, alpha: float | None, limit: float | None) -> _Plan | None:
     rows, inner = h.shape[0], h.shape[1] // 2
     if rows * inner == 0:
         return None
     height = 1 if h.dtype == torch.float64 else kernels.ROWS  # its exponential takes many registers
     launch = launcher(
-        kernel, ALPHA=alpha, LIMIT=limit, ACC=tl_accumulator(h.dtype), ROWS=height, BLOCK_I=kernels.BLOCK_I,
+        kernels._swiglu_kernel, ALPHA=alpha, LIMIT=limit, ACC=tl_accumulator(h.dtype), ROWS=height, BLOCK_I=kernels.BLOCK_I,
         num_warps=kernels.WARPS, repeatable=True,
     )  # fmt: skip
     return _Plan(launch, (cdiv(rows, height), cdiv(inner, kernels.BLOCK_I)))
 
 
 def _run(plan: _Plan, outputs: tuple[torch.Tensor], h: torch.Tensor, *_: Any) -> None:
-    plan.launch(plan.grid, h.contiguous(), outputs[0], *outputs[0].shape)
+    plan.launch(plan.grid, None, h.contiguous(), outputs[0], *outputs[0].shape)
 
 
 def _run_backward(plan: _Plan, outputs: tuple[torch.Tensor], h: torch.Tensor, dout: torch.Tensor, *_: Any) -> None:
@@ -118,6 +110,6 @@ _swiglu_backward = Op(
     "swiglu_backward(Tensor h, Tensor dout, float? alpha, float? limit) -> Tensor",
     check=lambda *_: None,
     outputs=lambda h, *_: (empty(h.shape, h.dtype, h),),
-    plan=_plan_backward,
+    plan=lambda h, _, alpha, limit: _plan(h, alpha, limit),
     run=_run_backward,
 )

@@ -43,39 +43,29 @@ def _rows_at(rows_ptr, pos, last, N):
 
 @triton.jit
 def _activate(z, ACTIVATION: tl.constexpr):
-    if ACTIVATION == "relu":
-        z = tl.where(z <= 0, 0.0, z)  # not a maximum, which would drop NaN
-    elif ACTIVATION == "leaky_relu":
-        z = tl.where(z <= 0, 0.01 * z, z)
-    elif ACTIVATION == "gelu":
-        z = 0.5 * z * (1 + tl.erf(z * 0.7071067811865476))
-    elif ACTIVATION == "gelu_tanh":
-        # (1 + tanh(u)) / 2 = sigmoid(2 u), u = sqrt(2 / pi) (z + 0.044715 z^3)
-        z = z * tl.sigmoid(1.5957691216057308 * z * (1 + 0.044715 * z * z))
-    elif ACTIVATION == "silu":
-        z = z * tl.sigmoid(z)
-    return z
-
-
-@triton.jit
-def _slope(z, ACTIVATION: tl.constexpr):
-    """Compute the derivative of ``_activate``."""
+    """Return the activation of ``z`` and its derivative there; one that is not used leaves no trace in the compiled kernel."""
     if ACTIVATION == "relu":
         slope = tl.where(z <= 0, 0.0, 1.0).to(z.dtype)
+        z = tl.where(z <= 0, 0.0, z)  # not a maximum, which would drop NaN
     elif ACTIVATION == "leaky_relu":
         slope = tl.where(z > 0, 1.0, 0.01).to(z.dtype)  # PyTorch's at NaN is the small one, and relu's is 1
+        z = tl.where(z <= 0, 0.01 * z, z)
     elif ACTIVATION == "gelu":
         density = 0.3989422804014327 * tl.exp(-0.5 * z * z)
         slope = 0.5 * (1 + tl.erf(z * 0.7071067811865476)) + z * density
+        z = 0.5 * z * (1 + tl.erf(z * 0.7071067811865476))
     elif ACTIVATION == "gelu_tanh":
+        # (1 + tanh(u)) / 2 = sigmoid(2 u), u = sqrt(2 / pi) (z + 0.044715 z^3)
         s = tl.sigmoid(1.5957691216057308 * z * (1 + 0.044715 * z * z))
         slope = s + z * s * (1 - s) * 1.5957691216057308 * (1 + 3 * 0.044715 * z * z)
+        z = z * s
     elif ACTIVATION == "silu":
         s = tl.sigmoid(z)
         slope = s * (1 + z * (1 - s))
+        z = z * s
     else:
         slope = tl.full(z.shape, 1.0, z.dtype)
-    return slope
+    return z, slope
 
 
 @triton.jit
@@ -154,9 +144,9 @@ def _gather_matmul_fwd_vector_kernel(
     for t in tl.static_range(TOKENS):
         h = tl.sum(up[t], axis=1) + bias
         if gate_ptr is not None:
-            h *= _activate(tl.sum(gate[t], axis=1) + gate_bias, ACTIVATION)
+            h *= _activate(tl.sum(gate[t], axis=1) + gate_bias, ACTIVATION)[0]
         else:
-            h = _activate(h, ACTIVATION)
+            h = _activate(h, ACTIVATION)[0]
         out_ptrs = out_ptr + t * stride_om + pos
         tl.store(out_ptrs, h.to(out_ptr.dtype.element_ty), mask=(pos < L_out) & (t < M))
 
@@ -262,9 +252,9 @@ def _gather_matmul_fwd_tiles_kernel(
     if is_last:
         h = up + _bias_at(b_ptr, rows, stride_b, exists, ACC)[None, :]
         if gate_ptr is not None:
-            h *= _activate(gate + _bias_at(bg_ptr, rows, stride_bg, exists, ACC)[None, :], ACTIVATION)
+            h *= _activate(gate + _bias_at(bg_ptr, rows, stride_bg, exists, ACC)[None, :], ACTIVATION)[0]
         else:
-            h = _activate(h, ACTIVATION)
+            h = _activate(h, ACTIVATION)[0]
         out_ptrs = out_ptr + offs_m[:, None] * stride_om + pos[None, :]
         tl.store(out_ptrs, h.to(out_ptr.dtype.element_ty), mask=mask_out)
 
@@ -273,24 +263,22 @@ def _gather_matmul_fwd_tiles_kernel(
 
 
 @triton.jit
-def _load_rows(w_columns, rows, exists, stride_wn, mask_c, UNROLL: tl.constexpr):
-    """Load UNROLL tiles of rows, all on their way before the first is used."""
-    tiles = ()
+def _load_step(
+    w_columns, stride_wn, mask_c, rows, exists,
+    rows_ptr, pos, high, N,
+    UNROLL: tl.constexpr, BLOCK_L: tl.constexpr,
+):  # fmt: skip
+    """Load the UNROLL tiles of ``rows``, all on their way before the first is used; and the rows of the step at ``pos``."""
+    tiles, next_rows, next_exists = (), (), ()
     for u in tl.static_range(UNROLL):
         w_ptrs = w_columns + rows[u][:, None] * stride_wn
         mask = exists[u][:, None] & mask_c[None, :]
         # Weights are read once, so they should not push out what is read again.
         tiles = tiles + (tl.load(w_ptrs, mask=mask, other=0.0, eviction_policy="evict_first"),)
-    return tiles
-
-
-@triton.jit
-def _load_ids(rows_ptr, start, offs_l, high, N, UNROLL: tl.constexpr, BLOCK_L: tl.constexpr):
-    rows, exists = (), ()
     for u in tl.static_range(UNROLL):
-        found, present = _rows_at(rows_ptr, start + u * BLOCK_L + offs_l, high, N)
-        rows, exists = rows + (found,), exists + (present,)
-    return rows, exists
+        found, present = _rows_at(rows_ptr, pos + u * BLOCK_L, high, N)
+        next_rows, next_exists = next_rows + (found,), next_exists + (present,)
+    return tiles, next_rows, next_exists
 
 
 @triton.jit(do_not_specialize=["L", "split"])
@@ -320,10 +308,12 @@ def _scatter_ffn_fwd_down_vector_kernel(
     # One step's rows are loaded while the step before is summed up, and their
     # ids a step before that. The first rows do not depend on h: they are on
     # their way while the up kernel still runs.
-    rows, exists = _load_ids(rows_ptr, low, offs_l, high, N, UNROLL, BLOCK_L)
-    tiles = _load_rows(w_columns, rows, exists, stride_wn, mask_c, UNROLL)
-    rows, exists = _load_ids(
-        rows_ptr, low + STEP, offs_l, high, N, UNROLL, BLOCK_L
+    rows, exists = (), ()
+    for u in tl.static_range(UNROLL):
+        found, present = _rows_at(rows_ptr, low + u * BLOCK_L + offs_l, high, N)
+        rows, exists = rows + (found,), exists + (present,)
+    tiles, rows, exists = _load_step(
+        w_columns, stride_wn, mask_c, rows, exists, rows_ptr, low + STEP + offs_l, high, N, UNROLL, BLOCK_L
     )  # fmt: skip
     if PDL:
         gdc_wait()
@@ -331,9 +321,8 @@ def _scatter_ffn_fwd_down_vector_kernel(
     for _ in tl.static_range(TOKENS):
         acc = acc + (tl.zeros((BLOCK_L, BLOCK_C), ACC),)
     for l in tl.range(low, high, STEP, num_stages=1):
-        coming = _load_rows(w_columns, rows, exists, stride_wn, mask_c, UNROLL)
-        rows, exists = _load_ids(
-            rows_ptr, l + 2 * STEP, offs_l, high, N, UNROLL, BLOCK_L
+        coming, rows, exists = _load_step(
+            w_columns, stride_wn, mask_c, rows, exists, rows_ptr, l + 2 * STEP + offs_l, high, N, UNROLL, BLOCK_L
         )  # fmt: skip
         for u in tl.static_range(UNROLL):
             pos = l + u * BLOCK_L + offs_l
@@ -476,19 +465,19 @@ def _scatter_ffn_hidden_kernel(
     u = tl.load(u_ptr + offsets, mask=mask, other=0.0).to(ACC)
     if g_ptr is not None:
         g = tl.load(g_ptr + offsets, mask=mask, other=0.0).to(ACC)
-        gate = _activate(g, ACTIVATION)
+        gate, slope = _activate(g, ACTIVATION)
         h = gate * u
     else:
-        h = _activate(u, ACTIVATION)
+        h, slope = _activate(u, ACTIVATION)
     tl.store(h_ptr + offsets, h.to(h_ptr.dtype.element_ty), mask=mask)
     if dh_ptr is not None:
         dh = tl.load(dh_ptr + offsets, mask=mask, other=0.0).to(ACC)
         if g_ptr is not None:
-            dg = dh * u * _slope(g, ACTIVATION)
+            dg = dh * u * slope
             tl.store(dg_ptr + offsets, dg.to(dg_ptr.dtype.element_ty), mask=mask)
             du = dh * gate
         else:
-            du = dh * _slope(u, ACTIVATION)
+            du = dh * slope
         tl.store(du_ptr + offsets, du.to(du_ptr.dtype.element_ty), mask=mask)
 
 

@@ -45,14 +45,9 @@ def _features(ids_ptr, pos, A, d_out, CHUNK: tl.constexpr):
     chunk = tl.load(ids_ptr + slot, mask=slot < A, other=-1).to(tl.int64)
     num_chunks = tl.cdiv(d_out, CHUNK)
     chunk = tl.where((chunk >= 0) & (chunk < num_chunks), chunk, num_chunks)
-    return _aligned(chunk * CHUNK + pos % CHUNK, CHUNK)
-
-
-@triton.jit
-def _aligned(features, CHUNK: tl.constexpr):
-    """Return the features with the hint that so many neighbours come from one chunk: loads of theirs can be wide."""
+    # So many neighbours come from one chunk: loads of theirs can be wide.
     ALIGN: tl.constexpr = 64 if CHUNK % 64 == 0 else CHUNK & -CHUNK
-    return tl.max_contiguous(tl.multiple_of(features, ALIGN), ALIGN)
+    return tl.max_contiguous(tl.multiple_of(chunk * CHUNK + pos % CHUNK, ALIGN), ALIGN)
 
 
 @triton.jit
@@ -228,7 +223,8 @@ def _dx_tile(
             now = first + offs_k
             chunk = tl.load(ids_ptr + tl.minimum((k + BLOCK_K) // CHUNK, A - 1)).to(tl.int64)
         else:
-            now = _aligned(features, CHUNK)
+            ALIGN: tl.constexpr = 64 if CHUNK % 64 == 0 else CHUNK & -CHUNK  # as in _features: a step forgets the hint
+            now = tl.max_contiguous(tl.multiple_of(features, ALIGN), ALIGN)
             features = _features(ids_ptr, pos + BLOCK_K, A, d_out, CHUNK)
         if dy_desc is not None:
             column = first.to(tl.int32)
@@ -245,32 +241,6 @@ def _dx_tile(
         acc = tl.dot(dy, w, acc, input_precision="ieee", out_dtype=ACC)
     dx_ptrs = dx_ptr + offs_m.to(tl.int64)[:, None] * d_in + offs_d[None, :]
     tl.store(dx_ptrs, acc.to(dx_ptr.dtype.element_ty), mask=mask_m[:, None] & mask_d[None, :])
-
-
-@triton.jit
-def _zero_piece(
-    piece, ids_ptr, dw_ptr, db_ptr,
-    d_in, d_out, A,
-    CHUNK: tl.constexpr, ZERO_PIECE: tl.constexpr,
-):  # fmt: skip
-    """Write zeros into a piece of an inactive chunk of dW, and with the first into db."""
-    pieces = tl.cdiv(tl.full((), CHUNK, tl.int64) * d_in, ZERO_PIECE)
-    chunk = piece // pieces
-    piece = piece % pieces
-    if _slot_of(ids_ptr, chunk, A) < 0:
-        first = chunk * CHUNK
-        last = tl.minimum(first + CHUNK, d_out)
-        start = first.to(tl.int64) * d_in
-        count = (last - first).to(tl.int64) * d_in
-        zeros = tl.zeros((BLOCK_ZERO,), dw_ptr.dtype.element_ty)
-        low = piece * ZERO_PIECE
-        for offset in range(low, tl.minimum(low + ZERO_PIECE, count), BLOCK_ZERO):
-            offs = offset + tl.arange(0, BLOCK_ZERO)
-            # ".cs": the zeros are not read soon, so they should not push operands out of the L2 cache.
-            tl.store(dw_ptr + start + offs, zeros, mask=offs < count, cache_modifier=".cs")
-        if db_ptr is not None and piece == 0:
-            offs = first + tl.arange(0, triton.next_power_of_2(CHUNK))
-            tl.store(db_ptr + offs, tl.zeros(offs.shape, db_ptr.dtype.element_ty), mask=offs < last)
 
 
 @triton.jit(do_not_specialize=["A", "num_dw", "num_dx", "zero_every"])
@@ -302,7 +272,23 @@ def _sparse_linear_bwd_tiles_kernel(
             else:
                 tile -= tl.minimum(later // zero_every + 1, num_zero)
     if WITH_ZERO and zero >= 0:
-        _zero_piece(zero, ids_ptr, dw_ptr, db_ptr, d_in, d_out, A, CHUNK, ZERO_PIECE)
+        # A piece of a chunk of dW, if that is inactive, and with the first piece db.
+        pieces = tl.cdiv(tl.full((), CHUNK, tl.int64) * d_in, ZERO_PIECE)
+        chunk, piece = zero // pieces, zero % pieces
+        if _slot_of(ids_ptr, chunk, A) < 0:
+            first = chunk * CHUNK
+            last = tl.minimum(first + CHUNK, d_out)
+            start = first.to(tl.int64) * d_in
+            count = (last - first).to(tl.int64) * d_in
+            zeros = tl.zeros((BLOCK_ZERO,), dw_ptr.dtype.element_ty)
+            low = piece * ZERO_PIECE
+            for offset in range(low, tl.minimum(low + ZERO_PIECE, count), BLOCK_ZERO):
+                offs = offset + tl.arange(0, BLOCK_ZERO)
+                # ".cs": the zeros are not read soon, so they should not push operands out of the L2 cache.
+                tl.store(dw_ptr + start + offs, zeros, mask=offs < count, cache_modifier=".cs")
+            if db_ptr is not None and piece == 0:
+                offs_n = first + tl.arange(0, triton.next_power_of_2(CHUNK))
+                tl.store(db_ptr + offs_n, tl.zeros(offs_n.shape, db_ptr.dtype.element_ty), mask=offs_n < last)
     else:
         dw_tile = tile - (num_dx if DX_FIRST else 0)
         dx_tile = tile - (0 if DX_FIRST else num_dw)

@@ -141,7 +141,8 @@ def _run_backward(
         wanted = {name: constants[name] for name in ("WITH_DW", "WITH_DB", "ACC")}
         launch_sum = launcher(_layer_norm_bwd_sum_kernel, **wanted, **SUM_CONFIG.kwargs, num_warps=SUM_CONFIG.num_warps)
         n = x.shape[-1]
-        launch_sum((cdiv(n, SUM_CONFIG.kwargs["BLOCK_N"]), 2), *sums, dw, db, sums[0].shape[0], n)
+        results = 1 if dw is None or db is None else 2
+        launch_sum((cdiv(n, SUM_CONFIG.kwargs["BLOCK_N"]), results), *sums, dw, db, sums[0].shape[0], n)
 
 
 def launch_locks(

@@ -81,7 +81,7 @@ def _scatter_ffn_fwd_fused_kernel(  # type: ignore[no-untyped-def]
         acc = tl.dot(x, w, acc, input_precision=PRECISION, out_dtype=ACC)
         x_ptrs += BLOCK_K * stride_xk
         up_ptrs += BLOCK_K * stride_uk
-    h = _activate(acc, ACTIVATION).to(x_ptr.dtype.element_ty)
+    h = _activate(acc, ACTIVATION)[0].to(x_ptr.dtype.element_ty)
     offs_c = tl.arange(0, BLOCK_C)
     down_ptrs = down_ptr + rows[:, None] * stride_dn + offs_c.to(tl.int64)[None, :] * stride_dk
     y_ptrs = y_ptr + offs_m[:, None] * K_out + offs_c[None, :]

@@ -109,7 +109,7 @@ def chunk_norms(grad: torch.Tensor, *, chunk_size: int = 64, out: torch.Tensor |
     if grad.ndim not in (1, 2):
         raise ValueError(f"{op}: grad must have one or two dimensions, got shape {tuple(grad.shape)}")
     chunk_size = arguments.integer(op, "chunk_size", chunk_size, least=1)
-    grad = grad if grad.ndim == 2 else grad[:, None]
+    grad = (grad if grad.ndim == 2 else grad[:, None]).detach()
     rows, d = grad.shape
     chunks = cdiv(rows, chunk_size)
     if out is not None:
@@ -117,15 +117,13 @@ def chunk_norms(grad: torch.Tensor, *, chunk_size: int = 64, out: torch.Tensor |
     if rows == 0 or d == 0:
         zeros = torch.zeros(chunks, dtype=torch.float32, device=grad.device)
         return zeros if out is None else out.copy_(zeros)
-    grad = grad if grad.stride(1) == 1 or d == 1 else grad.contiguous()
-    config = kernels.NORMS_CONFIG
-    parts = cdiv(d, config.kwargs["BLOCK_D"])
-    partial = torch.empty((chunks, parts), dtype=torch.float32, device=grad.device)
-    launch = launcher(
-        kernels._chunk_norms_kernel, CHUNK=chunk_size, **config.kwargs, num_warps=config.num_warps, repeatable=True
-    )
-    launch((chunks, parts), grad, grad.stride(0), partial, rows, d)
-    return torch.linalg.vector_norm(partial, dim=1, out=out)
+    norms = torch.empty(chunks, dtype=torch.float32, device=grad.device) if out is None else out
+    whole = rows // chunk_size
+    for part, norm in ((grad[: whole * chunk_size], norms[:whole]), (grad[whole * chunk_size :], norms[whole:])):
+        if norm.numel():
+            of_chunks = part.unflatten(0, (norm.shape[0], -1))
+            torch.linalg.vector_norm(of_chunks, dim=(1, 2), dtype=torch.float32, out=norm)
+    return norms
 
 
 def chunk_norms_reference(grad: torch.Tensor, *, chunk_size: int = 64) -> torch.Tensor:

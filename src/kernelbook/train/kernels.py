@@ -1,9 +1,8 @@
-"""Norms of chunks of a gradient, prediction of norms by neighbours, choice of the largest, and AdamW by chunks.
+"""Prediction of the norms of chunks by their neighbours, choice of the largest, and AdamW by chunks.
 
 Chunks of several layers lie one after the other: layer ``l`` has chunks ``starts[l]`` to ``starts[l + 1]``. Nothing here
 tells the host anything, so that a whole training step can be enqueued ahead, or captured in a CUDA graph.
 
-    chunk norms   one program a chunk and BLOCK_D columns; reads the gradient once, 4 bytes (or 2) an element
     neighbours    BLOCK_Q chunks against all of their layer: a tile of squared distances, its smallest entry K times
     top chunks    the rank of a chunk is the number of better ones; those whose rank is small enough write their id there
     AdamW         one program a chunk and BLOCK elements; reads 16 and writes 12 bytes an element of those chunks that move
@@ -17,34 +16,10 @@ from kernelbook import runtime  # noqa: F401  before Triton, which it sets up
 import triton
 import triton.language as tl
 
-NORMS_CONFIG = triton.Config({"BLOCK_R": 64, "BLOCK_D": 128}, num_warps=4)  # small: few chunks are active
 KNN_TILE = 8192  # distances that one program of the neighbour kernel holds
 TOP_BLOCK = 64  # chunks that one program ranks, against as many at a time
 ADAMW_CONFIG = triton.Config({"BLOCK": 2048}, num_warps=8)
 BLOCK_A = 128  # ids looked at in a step
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _chunk_norms_kernel(
-    grad_ptr, stride_gn,  # (rows, D) gradient, columns contiguous
-    partial_ptr,  # (cdiv(rows, CHUNK), cdiv(D, BLOCK_D)) norms of the chunks' columns
-    rows, D,
-    CHUNK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    chunk, pid_d = tl.program_id(0), tl.program_id(1)
-    offs_d = pid_d * BLOCK_D + tl.arange(0, BLOCK_D)
-    mask_d = offs_d < D
-    first = chunk * CHUNK
-    last = tl.minimum(first + CHUNK, rows)
-    acc = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
-    for start in range(first, last, BLOCK_R):
-        offs_n = (start + tl.arange(0, BLOCK_R)).to(tl.int64)
-        grad_ptrs = grad_ptr + offs_n[:, None] * stride_gn + offs_d[None, :]
-        mask = (offs_n < last)[:, None] & mask_d[None, :]
-        grad = tl.load(grad_ptrs, mask=mask, other=0.0).to(tl.float32)
-        acc += grad * grad
-    norm = tl.sqrt(tl.sum(tl.sum(acc, axis=1), axis=0))
-    tl.store(partial_ptr + chunk * tl.num_programs(1) + pid_d, norm)
 
 
 @triton.jit
