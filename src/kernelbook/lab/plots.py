@@ -414,10 +414,6 @@ def ladder_gpu(stem: str) -> str:
     return name if short is None else f"{'an' if short[0][0] in 'AEFHILMNORSX' else 'a'} {short[0]}"
 
 
-def _ladders_ceilings(stem: str) -> pd.DataFrame:
-    return record.load_ceilings(_ladders_folder(stem) or record.BOOKS_GPU)
-
-
 def _ladders(
     rows: pd.DataFrame, only: Mapping[str, Any], among: Collection[str] | None = None
 ) -> list[tuple[str, pd.DataFrame]]:
@@ -501,9 +497,10 @@ def steps(
     for title, rows in (("Recorded", _recorded(stem)), ("Yours", own)):
         if rows is None or not len(rows):
             continue
+        ceilings = record.load_ceilings(_ladders_folder(stem) or record.BOOKS_GPU)
         for name, part in _ladders(rows, only, among):
             kind = by if isinstance(by, str) else by[part["op"].iloc[0]]
-            table = ladder(part, _ladders_ceilings(stem), by=kind, peak=peak)
+            table = ladder(part, ceilings, by=kind, peak=peak)
             text += f"{title}: {name}. {provenance(part)}\n\n{table}\n\n"
             ours = part.loc[part["provider"].str.startswith("kernelbook")].reset_index(drop=True)
             ms, low, high = (ours[column].astype(float) for column in ("ms", "ms_p20", "ms_p80"))
