@@ -49,8 +49,13 @@ def _is_watched() -> bool:
 
 
 @functools.lru_cache(maxsize=2**16)
-def _integer_kind(value: int) -> int:
-    """Return Triton's specialization of an integer argument: whether it is 1, a multiple of 16, and the type that holds it."""
+def _integer_kind(value: Any) -> Any:
+    """Return Triton's specialization of an integer argument: whether it is 1, a multiple of 16, and the type that holds it.
+
+    Of a tuple of integers a tuple.
+    """
+    if isinstance(value, tuple):
+        return tuple(map(_integer_kind, value))
     wide = 0 if -(2**31) <= value < 2**31 else 1 if value < 2**63 else 2
     return (value == 1) + 2 * (value % 16 == 0) + 4 * wide
 
@@ -218,7 +223,7 @@ class Launch:
             elif isinstance(arg, tuple):
                 tensor, strides = arg[0], arg[1:]
                 address = tensor.data_ptr()
-                key += (tensor.dtype, address % 16 == 0, tuple(map(_integer_kind, strides)))
+                key += (tensor.dtype, address % 16 == 0, _integer_kind(strides))
                 values.append((address, *strides))
             elif kind is float or kind is bool:
                 key.append(kind)

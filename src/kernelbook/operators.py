@@ -126,14 +126,10 @@ def saved({", ".join([*names, *results])}):
 _libraries: dict[str, torch.library.Library] = globals().get("_libraries", {})
 
 
-def _named_tuples(names: Sequence[str]) -> Any:
-    return namedtuple("Call", names)
-
-
 def named_arguments(parameters: str) -> Any:
     """Return the class of named tuples that hold the arguments of an operator, as its schema lists them."""
     schema = torch._C.parse_schema(f"{NAMESPACE}::call({parameters}) -> ()")
-    return _named_tuples([parameter.name for parameter in schema.arguments])
+    return namedtuple("Call", [parameter.name for parameter in schema.arguments])
 
 
 class Op:
@@ -194,7 +190,7 @@ class Op:
             self.name, parameters, self._given, returned, saves, keeps
         )
         plain = [name for i, name in enumerate(names) if i not in self._tensors]
-        self._recorded = _named_tuples(["saved", "kept", "wanted", "plain", *plain])
+        self._recorded: Any = namedtuple("Recorded", ["saved", "kept", "wanted", "plain", *plain])  # type: ignore[misc]
         self.operator = self._declare(schema)
 
     # --- a call

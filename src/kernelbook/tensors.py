@@ -81,7 +81,7 @@ BRING_BACK = "kernelbook_bring_back"
 
 def with_versions(*tensors: torch.Tensor | None) -> tuple[tuple[torch.Tensor, int], ...]:
     """Return the tensors (``None`` aside) that a backward pass keeps without autograd, for :func:`check_versions`."""
-    return tuple((tensor, _version(tensor)) for tensor in tensors if tensor is not None)
+    return tuple([(tensor, _version(tensor)) for tensor in tensors if tensor is not None])
 
 
 def check_versions(kept: Iterable[tuple[torch.Tensor, int]]) -> None:

@@ -51,7 +51,6 @@ def nf4_dequantize(
     """
     if not isinstance(q, NF4Tensor):
         raise TypeError(f"nf4_dequantize: q must be an NF4Tensor, got {type(q).__name__}")
-    arguments.check_choice("nf4_dequantize", "dtype", dtype, DTYPES)
     return _dequantize(*_parts(q), experts, None, q.shape, q.block_size, dtype)  # type: ignore[no-any-return]
 
 
@@ -63,7 +62,8 @@ def _parts(q: NF4Tensor) -> tuple[Any, Any, Any, Any, Any, Any]:
 
 
 def _check_dequantize(*args: Any) -> None:
-    packed, *_, experts, _, shape, _, _ = args
+    packed, *_, experts, _, shape, _, dtype = args
+    arguments.check_choice("nf4_dequantize", "dtype", dtype, DTYPES)
     arguments.check_tensor("nf4_dequantize", "q.packed", packed, dtypes=(torch.uint8,))
     if experts is not None:
         arguments.check_indices("nf4_dequantize", "experts", experts)
