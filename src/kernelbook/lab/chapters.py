@@ -113,9 +113,7 @@ def backward_of(forward: Callable[..., torch.Tensor]) -> Callable[..., tuple[tor
     return backward
 
 
-def timed_steps(
-    stem: str, cases: Iterable[Steps], *, record: bool, by: str | Mapping[str, str] = "gbs", rep_ms: float = 100.0
-) -> Any:
+def timed_steps(stem: str, cases: Iterable[Steps], *, record: bool, by: str = "gbs", rep_ms: float = 100.0) -> Any:
     """The tables of a chapter's steps, as recorded and on the GPU at hand: :func:`kernelbook.lab.timing.time_steps`."""
     from IPython.display import Markdown
 
