@@ -94,8 +94,12 @@ CHANGING: dict[str, tuple[str, Sizes]] = {
 def _step(function: Callable[..., torch.Tensor], given: Given, names: Iterable[str]) -> Callable[[], object]:
     """Both passes of a call, with the gradients of these arguments."""
     leaves = {name: given[name].detach().requires_grad_() for name in names}
-    dy = torch.randn_like(function(**given))
-    return lambda: torch.autograd.grad(function(**given | leaves), [*leaves.values()], dy)
+    inputs, dy, call = (
+        [*leaves.values()],
+        torch.randn_like(function(**given)),
+        functools.partial(function, **given | leaves),
+    )
+    return lambda: torch.autograd.grad(call(), inputs, dy)
 
 
 def _pairs() -> Iterator[tuple[str, Callable[[], object], Callable[[], object]]]:
@@ -111,8 +115,7 @@ def _pairs() -> Iterator[tuple[str, Callable[[], object], Callable[[], object]]]
 def _ours() -> Iterator[tuple[str, Callable[[], object]]]:
     """Calls that have no equal in PyTorch."""
     for name, (of, sizes, leaves) in OURS.items():
-        given = CASES[of].of(BF16, **sizes)
-        function = CASES[of].function
+        given, function = CASES[of].of(BF16, **sizes), getattr(kb, of)
         yield name, _step(function, given, leaves.split()) if leaves else functools.partial(function, **given)
     routed = {"x": draw(4, 128), "gates": draw_shares(4, 2), **CASES["route"].of(tokens=4, experts=8)}
     del routed["num_experts"]

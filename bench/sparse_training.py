@@ -13,6 +13,7 @@
 ``python -m bench.sparse_training`` alone records them without a GPU too.
 """
 
+import argparse
 import dataclasses
 import functools
 import itertools
@@ -526,4 +527,5 @@ BENCH = Bench(
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     Study(record.results_dir() / record.device_slug(), "").scores()

@@ -26,8 +26,7 @@ is ``torch.compile``'s, for ``generate`` as transformers compiles a static cache
 the output layer in pieces, so that no logits of all tokens exist.
 
 A row's ``ms`` is wall time with the device waited for, ``host_us`` the host's part until it has nothing more to enqueue,
-``peak_mib`` everything that the process holds on the GPU, ``setup_s`` what passes before it has that speed, for a model that is
-there, ``add_host_us`` how busy the host was. ``err_ratio`` is of the same architecture at a tiny size in float32.
+``peak_mib`` everything that the process holds on the GPU. ``err_ratio`` is of the same architecture at a tiny size in float32.
 ``whole_model_parts.csv`` has by the profiler what of a call's time no kernel covers, as the part ``none``; ``whole_model_bits.csv``
 the models within :func:`kernelbook.same_bits` (provider ``kernelbook:same_bits``) beside the default, both of one run.
 """
@@ -38,7 +37,6 @@ import dataclasses
 import functools
 import math
 import re
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,7 +52,6 @@ from kernelbook.train.capture import Captured
 from kernelbook.train.step import CapturedStep
 
 RANK, PROMPT, ROOM, WARM = 16, 2048, 64, 3
-COLUMNS = (*record.COLUMNS, "add_host_us", "setup_s")
 STEM, PARTS_STEM, BITS_STEM = "whole_model", "whole_model_parts", "whole_model_bits"
 PARTS_KEY = ("gpu", "provider", "shape", "batch", "part")
 COMMON: dict[str, Any] = {"tie_word_embeddings": False, "attention_bias": False, "use_cache": True}
@@ -489,11 +486,8 @@ class _Session:
         before: Callable[[], object] = timing.wait
         calls, samples = 1, self.samples
         if plan.task == "generate":
-            found, setup = self._token_times(plan, base_model(model))
-            self._write(plan, model, found, math.nan, setup)
+            self._write(plan, model, self._token_times(plan, base_model(model)), math.nan)
             return
-        timing.wait()
-        began = time.perf_counter()
         if plan.task == "decode":
             call, before = _decode_task(model, plan.batch, self.tokens, plan.graph)
             calls = ROOM // 4
@@ -511,53 +505,42 @@ class _Session:
                 call()
         before()
         out = call()
-        timing.wait()
-        setup = time.perf_counter() - began
         if not bool(out.float().isfinite().all()):
             raise check.CheckError(f"{plan}: the outcome must be finite")
         found, host = timing.wall(call, calls=calls, samples=samples, before=before)
         before()
-        self._write(plan, model, found, host, setup, call)
+        self._write(plan, model, found, host, call)
 
-    def _token_times(self, plan: Plan, base: Any) -> tuple[timing.Timing, float]:
-        """Of a new token of ``generate``: what :data:`ROOM` more of them take; and the seconds of the first generation."""
+    def _token_times(self, plan: Plan, base: Any) -> timing.Timing:
+        """Of a new token of ``generate``: what :data:`ROOM` more of them take."""
         new = ROOM if runtime.DEVICE.type == "cuda" else 2
         try:
-            timing.wait()
-            began = time.perf_counter()
             generate = _generate_task(base, plan.batch, self.tokens, plan.graph)
             generate(new)
-            timing.wait()
-            setup = time.perf_counter() - began
             once, many = (timing.wall(functools.partial(generate, n), samples=self.samples)[0] for n in (1, new))
         finally:  # as the model was
             for name in ("get_compiled_call", "_compiled_call"):
                 base.__dict__.pop(name, None)
             base.generation_config.cache_implementation = base.generation_config.max_cache_len = None
         more = new - 1
-        found = timing.Timing(
+        return timing.Timing(
             (many.ms - once.ms) / more, (many.p20 - once.p80) / more, (many.p80 - once.p20) / more, many.samples
         )
-        return found, setup
 
     def _write(
-        self, plan: Plan, model: Any, found: timing.Timing, host: float, setup: float,
-        call: Callable[[], Any] | None = None,
-    ) -> None:  # fmt: skip
+        self, plan: Plan, model: Any, found: timing.Timing, host: float, call: Callable[[], Any] | None = None
+    ) -> None:
         """The row, and by the profiler what of ``call`` no kernel covers."""
         on_gpu = runtime.DEVICE.type == "cuda"
         peak = torch.cuda.max_memory_allocated() / 2**20 if on_gpu else math.nan
-        x, y = torch.ones(2, 4, device=runtime.DEVICE)
-        add = timing.host_us(lambda: torch.add(x, 1, out=y))  # how fast this host is, and how busy
         shape = plan.shape(base_model(model).config.num_hidden_layers, self.tokens)
         written = row(
             STEM, plan.mode, plan.provider, torch.bfloat16, shape, ("batch", plan.batch), found,
             peak_mib=peak, err_ratio=self.ratios[plan.model, plan.provider], host_us=host,
         )  # fmt: skip
-        written |= {"add_host_us": f"{add:.3g}", "setup_s": f"{setup:.3g}", "peer": ""}
-        if not record.is_ours(plan.provider):
-            written["peer"] = baselines.peer_version(plan.provider, BENCH.baselines)
-        table = pd.DataFrame([{**self.about, **written}], columns=list(COLUMNS))
+        ours = record.is_ours(plan.provider)
+        written["peer"] = "" if ours else baselines.peer_version(plan.provider, BENCH.baselines)
+        table = pd.DataFrame([{**self.about, **written}], columns=list(record.COLUMNS))
         record.write_results(self.folder / f"{BITS_STEM if plan.bits else STEM}.csv", table)
         if on_gpu and call is not None and not plan.bits:
             spans = sorted((kernel.start, kernel.end) for kernel in profiling.device_kernels(call))

@@ -38,26 +38,34 @@ def _int32(bits: np.ndarray) -> np.ndarray:
     return (bits & 0xFFFFFFFF).astype(np.uint32).view(np.int32)
 
 
-def _decode_scaled(word: np.ndarray, first: np.ndarray, second: np.ndarray, *tables: np.ndarray) -> list[np.ndarray]:
+def _scaled(pairs: list[np.ndarray], first: np.ndarray, second: np.ndarray) -> list[np.ndarray]:
     def half(bits: np.ndarray, h: int) -> np.ndarray:
         return (np.asarray(bits).astype(np.int64) >> 16 * h & 0xFFFF).astype(np.uint16).view(np.float16).astype(float)
 
-    pairs = []
-    for pair in _words(tables, word):
+    found = []
+    for pair in pairs:
         bits = []
         for h in range(2):  # two fused multiplications and additions in float16
             rest = (half(pair, h) * half(second, h)).astype(np.float16).astype(float)
             value = (half(pair, h) * half(first, h) + rest).astype(np.float16)
             bits.append(value.view(np.uint16).astype(np.int64))
-        pairs.append(_int32(bits[0] | bits[1] << 16))
-    return pairs
+        found.append(_int32(bits[0] | bits[1] << 16))
+    return found
 
 
-def _e2m1(word: np.ndarray, first: np.ndarray, second: Any = 0) -> list[np.ndarray]:
-    magnitudes = np.array((0, 0.5, 1, 1.5, 2, 3, 4, 6), np.float16)
+def _decode_scaled(word: np.ndarray, first: np.ndarray, second: np.ndarray, *tables: np.ndarray) -> list[np.ndarray]:
+    return _scaled(_words(tables, word), first, second)
+
+
+def _e2m1(kind: str, far: bool, word: np.ndarray, first: np.ndarray, second: Any = 0) -> list[np.ndarray]:
+    bias = 2.0**-14 if kind == "e4m3 alone" else 1.0
+    magnitudes = (np.array((0, 0.5, 1, 1.5, 2, 3, 4, 6)) * bias).astype(np.float16)
     bits = np.concatenate([magnitudes, -magnitudes]).view(np.uint16).astype(np.int64)
     tables = [sum((bits[4 * i + j] >> shift & 0xFF) << 8 * j for j in range(4)) for shift in (0, 8) for i in range(4)]
-    return _decode_scaled(word, first, second, *(np.asarray(t) for t in tables))
+    near = [pair.astype(np.int64) for pair in _words([np.asarray(t) for t in tables], word)]
+    elements = [pair >> shift & 0xFFFF for pair in near for shift in (0, 16)]
+    pairs = [elements[i] | elements[i + 4] << 16 for i in range(4)] if far else near
+    return _scaled(pairs, first, np.asarray(second))
 
 
 def _table(*values: np.ndarray) -> list[np.ndarray]:
@@ -93,8 +101,11 @@ _TURNS: dict[str, Callable[..., Any]] = {
 
 
 _ASSEMBLY: dict[str, Callable[..., list[np.ndarray]]] = {
-    kernels.E2M1_FP16.value: _e2m1,
-    kernels.E2M1_BY_POWER_FP16.value: _e2m1,
+    **{
+        asm: functools.partial(_e2m1, kind, far)
+        for (kind, is_bf16, far), asm in kernels.E2M1.value.items()
+        if not is_bf16
+    },
     kernels.DECODE_FP16.value: _decode_scaled,
     kernels.TABLE_FP16.value: _table,
     kernels.LOOKUP.value: lambda words, *tables: [_int32(p) for p in _words(tables, words)],

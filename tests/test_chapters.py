@@ -130,6 +130,13 @@ def test_a_question_keeps_its_answer_folded(tmp_path: Path) -> None:
     assert places == sorted(places)
 
 
+def test_packed_sequences_are_no_second_point_of_a_length() -> None:
+    for mode in ("forward", "backward"):
+        figure = chapters.attention_sweep(record.load_results("attention"), record.load_ceilings(), mode, True)
+        lines = [list(line.get_xdata()) for ax in figure.axes for line in ax.lines]
+        assert len(lines) > 6 and all(len(set(x)) == len(x) for x in lines)
+
+
 @pytest.mark.parametrize("left", [3, 2, 1, 0])
 @pytest.mark.parametrize("name", ["attention_forward", "attention_backward"])
 def test_a_gpu_too_small_for_some_points_draws_the_others(

@@ -91,6 +91,7 @@ def _were(kinds: set[str], made: list[products.Plan | None]) -> None:
         (20, "128 double", (2, 200, 320)),
         (29, "64 double", (2, 72, 1088)),
         (20, "nvfp4", (2, 200, 320)),
+        (40, "nvfp4", (2, 72, 320)),
         (64, "64", (2, 40, 1216)),
         (12, "32", (2, 40, 320)),
         (270, "mxfp4", (2, 136, 128)),
@@ -112,7 +113,23 @@ def test_matrix(m: int, kind: str, shape: tuple[int, ...], launched: list[produc
         for nobody in (shape[0], shape[0] + 3, -1):
             with check.poisoned_empty():
                 assert (kb.nf4_matmul(x / 0, q, torch.tensor([nobody])) == 0).all()
-    _were({"skinny" if m <= products.SKINNY_ROWS_OF_ONE else "gemm"}, launched)
+    few = products.SKINNY_ROWS_OF_NVFP4 if kind == "nvfp4" else products.SKINNY_ROWS_OF_ONE
+    _were({"skinny" if m <= few else "gemm"}, launched)
+
+
+@pytest.mark.parametrize(("m", "kind"), ((3, "skinny"), (40, "gemm")))
+def test_rows_with_several_scales_of_scales_are_nan(m: int, kind: str, launched: list[products.Plan | None]) -> None:
+    """NVFP4's float32 multiplies the sum of a row: a row that has several of them is not a wrong number."""
+    q, x = packed("nvfp4", 1, 40, 4160), randn(m, 4160, dtype=F16)
+    assert q.nested_absmax is not None
+    changed = q.nested_absmax.clone()
+    changed[20] *= 2  # of the elements 20 * 4096 to 21 * 4096
+    y = kb.nf4_matmul(x, dataclasses.replace(q, nested_absmax=changed), 0)
+    rows = torch.arange(40, device=y.device) * 4160
+    both = (rows < 21 * 4096) & (rows + 4160 > 20 * 4096)
+    assert both.sum() == 2 and y[:, both].isnan().all()
+    assert torch.equal(y[:, ~both], kb.nf4_matmul(x, q, 0)[:, ~both])
+    _were({kind}, launched)
 
 
 @pytest.mark.parametrize(

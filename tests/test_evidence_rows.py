@@ -3,6 +3,7 @@ in their kernels. Sizes end within tiles, and what must not count is NaN or lies
 
 import contextlib
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import kernelbook as kb
@@ -73,7 +74,9 @@ def test_products_of_rows_in_small_and_large_tiles(rank: int, lora: str, block_n
         for rows, in_order in ((x, False), (x[routing.order.long()], True)):
             call = op.call_of("moe_lora", rows, weight, routing, a, b, strategy=lora, grouped_in=in_order)
             with _tiles(of=kernels, rows_tiles=tiles), check.poisoned_empty():
-                y, u = op._moe_lora.execute(op._moe_lora.plan(*call, True), (*call, True))
+                y, u = op._moe_lora.execute(
+                    SimpleNamespace(plan=op._moe_lora.plan(*call, True), forms=None), (*call, True)
+                )
             assert check.relative_error(y, exact) < 2e-3
             assert check.relative_error(u[:, :rank], exact_u) < 2e-3
             assert (u[:, rank:] == 0).all() and (u[-7:] == 0).all() and (y[ids[:, 0] == 3] == 0).all()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from kernelbook import operators, runtime
+from kernelbook import memory, operators, runtime
 from kernelbook.memory import empty
 from kernelbook.operators import Op
 
@@ -221,3 +221,31 @@ def test_deterministic_memory_is_filled(scaled: tuple[Op, _Seen]) -> None:
         assert op.outputs(x, None, None, 2.0, False)[0].isnan().all()
     finally:
         torch.use_deterministic_algorithms(before)
+
+
+class _Named(torch.Tensor):
+    """A class of a user's."""
+
+
+def test_a_subclass_comes_back_from_every_call(scaled: tuple[Op, _Seen]) -> None:
+    op, _ = scaled
+    x = torch.randn(3, 4)
+    for tensor in (x.as_subclass(_Named), x, x.as_subclass(_Named)):
+        assert type(op(tensor, None, None, 2.0)) is type(tensor)
+
+
+def test_a_plan_keeps_what_outputs_are_like(scaled: tuple[Op, _Seen], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where memory comes without ``torch.empty``: each call has its own, and the first one alone asks for shapes."""
+    op, seen = scaled
+    if runtime.DEVICE.type == "cpu":
+        monkeypatch.setattr(memory, "_new", torch._C._dynamo.guards._empty_strided_cpu)
+        monkeypatch.setattr(memory, "_current_device", lambda: -1)
+    x, w = _leaves(3, 4)
+    kept = []
+    for _ in range(3):
+        y = op(x, w, None, 2.0)
+        dx, dw = torch.autograd.grad(y, (x, w), torch.ones_like(y), retain_graph=True)
+        assert torch.equal(y, 2 * x * w) and torch.equal(dx, 2 * w) and torch.equal(dw, 2 * x)
+        kept += [y, dx, dw]
+        monkeypatch.setattr(op, "outputs", None)
+    assert len({tensor.data_ptr() for tensor in kept}) == len(kept) and len(seen.plans) == 1

@@ -193,7 +193,7 @@ def test_steps_come_from_their_file_and_say_when_they_are_not_recorded(
     assert "first" not in plots.steps("square_steps", among={"kernelbook:second", "torch"})
     assert "Nothing" in plots.steps("square_steps", among={"kernelbook:third"})
     own = small.assign(ms="7.0")
-    text = plots.steps("square_steps", own=own, by={"square": "tflops"})
+    text = plots.steps("square_steps", own=own, by="tflops")
     assert "earlier version" not in text
     monkeypatch.setattr(stale, "kernels_hash", lambda *_: "2")
     assert "earlier version" in plots.steps("square_steps", own=own)

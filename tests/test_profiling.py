@@ -109,43 +109,31 @@ def _command(tmp_path: Path, *arguments: str) -> int:
     return cli.main(["profile", "--out", str(tmp_path / "out"), *arguments])
 
 
-@pytest.mark.parametrize(
-    "more",
-    ((), ("--lora", "2", "--nf4"), ("--dtype", "float16")),
-    ids=("all parameters", "lora", "float16"),  # whose loss stays finite
-)
+@pytest.mark.parametrize("more", ((), ("--lora", "2", "--nf4")), ids=("all parameters", "lora"))
 def test_command_with_our_own_layer(more: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ("num_experts=3", "hidden_size=32", "intermediate_size=32", "slots=1")
-    assert (
-        _command(tmp_path, "--length", "4", "--steps", "2", "--first", "2", "--last", "2", "--set", *sizes, *more) == 0
-    )
+    assert _command(tmp_path, "--length", "4", "--first", "2", "--last", "2", "--set", *sizes, *more) == 0
     out = capsys.readouterr().out
     assert "moe_lora" in out and str(tmp_path / "out" / "trace.json") in out
     assert "nf4" not in out  # 4-bit experts are decoded within moe_lora, and nowhere else
 
 
 @pytest.mark.parametrize("experts", ("kernelbook", "eager"))
-def test_command_with_a_config_of_transformers(
-    experts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_with_a_config_of_transformers(experts: str, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     from tiny_models import tiny_model
 
     tiny_model("olmoe").config.save_pretrained(tmp_path / "config")
     arguments = ("--config", str(tmp_path / "config"), "--set", "num_hidden_layers=1", "num_experts=3")
-    code = _command(
-        tmp_path, *arguments, "--lora", "2", "--length", "4", "--experts", experts, "--top", "500",
-        "--steps", "2", "--first", "2", "--last", "2",
-    )  # fmt: skip
-    assert code == 0
-    assert ("moe_lora" in capsys.readouterr().out) == (experts == "kernelbook")
+    more = ("--lora", "2", "--length", "4", "--experts", experts, "--first", "2", "--last", "2")
+    assert _command(tmp_path, *arguments, *more) == 0
+    assert ("moe_lora" in (tmp_path / "out" / "trace.json").read_text()) == (experts == "kernelbook")
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     (
         (("--nf4",), "there must be --lora"),
-        (("--steps", "2"), "--steps must be at least --last (4), got 2"),
         (("--set", "slots"), "--set must have the form NAME=VALUE, got 'slots'"),
         (("--set", "colour=3"), "--set must name sizes of MoELayer"),
         (("--set", "num_experts=4", "slots=9"), "MoELayer: slots must be in [1, 4], got 9"),

@@ -188,9 +188,8 @@ def test_rows_of_a_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     ]
     assert bench.bench(tmp_path, layers=1, tokens=8, samples=1, tiny=True, wanted=wanted) == 0
     rows = pd.read_csv(tmp_path / "whole_model.csv")
-    assert list(rows.columns) == [*record.COLUMNS, "add_host_us", "setup_s"]
+    assert list(rows.columns) == [*record.COLUMNS]
     assert len(rows) == 4 and rows["run"].nunique() == 1
-    assert (rows[["add_host_us", "setup_s"]] > 0).all(axis=None)
     assert set(rows["mode"]) == {"step", "forward"}
     assert (rows["ms"].iloc[:3] > 0).all()  # a token more of generate is a difference of two times
     assert rows["shape"].iloc[0] == f"model={OLMOE} layers=1 task=step N=8 r=16 checkpoint=1 graph=0"

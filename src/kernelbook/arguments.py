@@ -5,7 +5,7 @@ import functools
 import numbers
 import warnings
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
@@ -140,7 +140,7 @@ def integer(op: str, name: str, value: Any, expected: str = "an integer", *, lea
         value = int(value)
     if least is not None and value < least:
         raise ValueError(f"{op}: {name} must be at least {least}, got {value}")
-    return cast(int, value)
+    return value  # type: ignore[no-any-return]
 
 
 def check_fields(config: Any) -> None:
@@ -157,7 +157,7 @@ def check_fields(config: Any) -> None:
 def number(op: str, name: str, value: Any, expected: str = "a number") -> float:
     """``value`` as a ``float`` (a ``torch.SymFloat`` as it is); raises a ``TypeError`` where it is no real number."""
     if type(value) is float or isinstance(value, torch.SymFloat):
-        return cast(float, value)
+        return value  # type: ignore[return-value]
     if isinstance(value, bool) or not isinstance(value, numbers.Real | torch.SymInt):
         raise TypeError(f"{op}: {name} must be {expected}, got {type(value).__name__}")
     return float(value)

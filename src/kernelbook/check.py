@@ -176,15 +176,11 @@ def poisoned_empty() -> Iterator[None]:
     def poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         return lambda *args, **kwargs: _fill(allocate(*args, **kwargs))
 
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(memory, "_new", None))
-        for owner, name in (
-            (torch, "empty"),
-            (torch, "empty_like"),
-            (torch, "empty_strided"),
-            (torch.Tensor, "new_empty"),
-        ):
-            stack.enter_context(mock.patch.object(owner, name, poisoned(getattr(owner, name))))
+    patched: dict[str, Any] = {
+        name: poisoned(getattr(torch, name)) for name in ("empty", "empty_like", "empty_strided")
+    }
+    new_empty = mock.patch.object(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
+    with mock.patch.object(memory, "_new", None), mock.patch.multiple(torch, **patched), new_empty:
         yield
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -49,15 +49,15 @@ def _is_watched() -> bool:
 
 
 @functools.lru_cache(maxsize=2**16)
-def _integer_kind(value: int) -> int:
-    """Return Triton's specialization of an integer argument: whether it is 1, a multiple of 16, and the type that holds it."""
+def _integer_kind(value: Any) -> Any:
+    """Return Triton's specialization of an integer argument: whether it is 1, a multiple of 16, and the type that holds it.
+
+    Of a tuple of integers a tuple.
+    """
+    if isinstance(value, tuple):
+        return tuple(map(_integer_kind, value))
     wide = 0 if -(2**31) <= value < 2**31 else 1 if value < 2**63 else 2
     return (value == 1) + 2 * (value % 16 == 0) + 4 * wide
-
-
-@functools.lru_cache(maxsize=2**16)
-def _integer_kinds(values: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(map(_integer_kind, values))
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -91,7 +91,7 @@ class _Address(NamedTuple):
         return self.address
 
 
-def _descriptor(base: Any, shape: tuple[int, ...], strides: tuple[int, ...], block: Block) -> Any:
+def _descriptor(base: Any, shape: Sequence[int], strides: Sequence[int], block: Block) -> Any:
     """Return Triton's own descriptor (without a layout) or Gluon's (with one)."""
     if block.layout is None:
         return TensorDescriptor(base, [*shape], [*strides], [*block.shape])
@@ -101,7 +101,9 @@ def _descriptor(base: Any, shape: tuple[int, ...], strides: tuple[int, ...], blo
 
 
 # Triton checks a descriptor where it is made, which takes the host longer than a small launch; steps use the same memory again.
-_kept_descriptor = functools.lru_cache(maxsize=4096)(_descriptor)
+@functools.lru_cache(maxsize=4096)
+def _kept_descriptor(address: int, dtype: torch.dtype, *of: Any) -> Any:
+    return _descriptor(_Address(address, dtype), *of)
 
 
 def _parts(args: tuple[Any, ...]) -> Iterator[Any]:
@@ -189,8 +191,8 @@ class Launch:
             except (AttributeError, KeyError, StopIteration):
                 _warn_of_slow_launches()
         else:
-            x, y, z = (*grid, 1, 1)[:3]
-            found.run(x, y, z, _current_stream(device), *found.before, *values, *found.constants)
+            stream, more = _current_stream(device), (1, 1, 1)[len(grid) :]
+            found.run(*grid, *more, stream, *found.before, *values, *found.constants)
 
     @staticmethod
     def _key(device: int, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Any], torch.Tensor]:
@@ -198,6 +200,7 @@ class Launch:
         key: list[Any] = [device]
         values: list[Any] = []
         tensor: Any = None
+        described = False
         for arg in args:
             kind = type(arg)
             if kind is int:
@@ -208,24 +211,27 @@ class Launch:
                 values.append(None)
             elif kind in PLAIN or isinstance(arg, torch.Tensor):
                 tensor, address = arg, arg.data_ptr()
-                key += (arg.dtype, address % 16 == 0)
+                key.append(arg.dtype)
+                key.append(address % 16 == 0)
                 values.append(address)
             elif kind is Descriptor:
-                tensor, block = arg
-                runtime.ensure_context(tensor.device)
-                base = _Address(tensor.data_ptr(), tensor.dtype)
-                key += (tensor.dtype, block)
-                values.append(_kept_descriptor(base, tensor.shape, tensor.stride(), block))
+                (tensor, block), described = arg, True
+                dtype = tensor.dtype
+                key.append(dtype)
+                key.append(block)
+                values.append(_kept_descriptor(tensor.data_ptr(), dtype, tensor.shape, tensor.stride(), block))
             elif isinstance(arg, tuple):
                 tensor, strides = arg[0], arg[1:]
                 address = tensor.data_ptr()
-                key += (tensor.dtype, address % 16 == 0, _integer_kinds(strides))
+                key += (tensor.dtype, address % 16 == 0, _integer_kind(strides))
                 values.append((address, *strides))
             elif kind is float or kind is bool:
                 key.append(kind)
                 values.append(arg)
             else:
                 raise TypeError(f"Launch: no argument can be a {kind.__name__}, only tensors, tuples and numbers")
+        if described:
+            runtime.ensure_context(tensor.device)
         return tuple(key), values, tensor
 
     def _by_triton(self, grid: tuple[int, ...], args: tuple[Any, ...]) -> Any:

@@ -3,6 +3,7 @@
 import functools
 import math
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,18 +19,28 @@ _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _deterministic = torch._C._get_deterministic_algorithms
 # What Inductor's programs allocate by, on a GPU; ``None`` has :func:`empty` ask ``torch.empty``.
-_new = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None) if runtime.DEVICE.type == "cuda" else None
+_new: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None) if runtime.DEVICE.type == "cuda" else None
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
     """``torch.empty(shape, dtype=dtype, device=like.device)``, on a GPU for less than half of its host time."""
-    if (
+    if _is_plain(like):
+        return _new(*_contiguous(shape), dtype)
+    return torch.empty(shape, dtype=dtype, device=like.device)
+
+
+def empty_again(forms: Sequence[Any], like: torch.Tensor) -> tuple[Any, ...] | None:
+    """Return new tensors of these shapes, strides and dtypes where :func:`empty` is fast, with ``None`` in the place of ``None``."""
+    return tuple([form and _new(*form) for form in forms]) if _is_plain(like) else None
+
+
+def _is_plain(like: torch.Tensor) -> bool:
+    """Return whether memory is new as it comes, on the GPU that is the current one."""
+    return (
         _new is not None and type(like) in PLAIN and like.get_device() == _current_device()
         and not _deterministic()  # PyTorch may fill new memory then
         and not _dispatch_modes()
-    ):  # fmt: skip
-        return _new(*_contiguous(shape), dtype)
-    return torch.empty(shape, dtype=dtype, device=like.device)
+    )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=4096)

@@ -28,7 +28,7 @@ from torch import Tensor  # one guard of a compiled call less than by the module
 from torch.compiler import is_dynamo_compiling
 
 from kernelbook import arguments, runtime
-from kernelbook.memory import PLAIN, empty
+from kernelbook.memory import PLAIN, empty, empty_again
 from kernelbook.tensors import check_versions, fp32_precision, is_transformed, with_versions, without_autocast
 
 NAMESPACE = "kernelbook"
@@ -49,20 +49,12 @@ SOURCES = _hash_of_library()
 _dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 _trace, _profiling = torch._C._get_tracing_state, torch._C._autograd._profiler_enabled
 _autocasts = torch._C._is_any_autocast_enabled
-_any_requires_grad = torch._C._any_requires_grad
 _dynamo_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
 
 def needs_dispatcher() -> bool:
     """Return whether PyTorch's dispatcher has something to add to every call: a compiler, mode, transform, trace or profiler."""
-    return (
-        is_transformed() or _function_modes() > 0 or _profiling() or _trace() is not None or _dispatch_modes() > 0
-    )  # fmt: skip
-
-
-def _is_plain(tensor: Any) -> bool:
-    """Return whether a tensor is an ordinary dense one with data: the dispatcher knows what to do for all others."""
-    return type(tensor) in PLAIN and not tensor.is_meta and not tensor.is_neg() and tensor.layout is torch.strided
+    return is_transformed() or _function_modes() > 0 or _profiling() or _trace() is not None or _dispatch_modes() > 0
 
 
 # --- plans ----------------------------------------------------------------------------------------------------------
@@ -70,7 +62,6 @@ def _is_plain(tensor: Any) -> bool:
 MOST_PLANS = 2**14
 _plans: dict[tuple[Any, ...], Any] = {}  # a bounded FIFO cache
 _plans_lock = threading.Lock()
-_NO_PLAN = object()
 
 
 def forget_plans() -> None:
@@ -79,44 +70,54 @@ def forget_plans() -> None:
         _plans.clear()
 
 
-def _keep_plan(key: tuple[Any, ...], plan: Any) -> None:
+def _keep_plan(key: tuple[Any, ...], plan: Any) -> Any:
+    """Return a plan as it is kept: with what the outputs of its calls are like, once there was one."""
+    kept = SimpleNamespace(plan=plan, forms=None)
     with _plans_lock:
         if key not in _plans and len(_plans) >= MOST_PLANS:
             del _plans[next(iter(_plans))]
-        _plans[key] = plan
+        _plans[key] = kept
+    return kept
 
 
-def _key_function(name: str, parameters: Sequence[Any]) -> Callable[..., tuple[Any, ...]]:
-    """Write the function that makes a plan's key of a call, as ``dataclasses`` writes ``__init__``: a loop takes three times as long.
+def _readers(
+    name: str, parameters: Sequence[Any], given: int, results: Sequence[str], saves: Sequence[str], keeps: Sequence[str]
+) -> tuple[Callable[..., Any], ...]:
+    """Write the functions that read a call argument by argument, as ``dataclasses`` writes ``__init__``: a loop takes three times as long.
 
-    The key holds of each tensor shape, strides, dtype, device and alignment, all other arguments, and the process's modes:
-    a superset of what any plan depends on. Whether a tensor is one of PyTorch's own and not to be negated decides whether
-    there is a plan at all.
+    Of a call ``key`` returns whether all tensors are PyTorch's own and none is to be negated, and the key of its plan: of each
+    tensor shape, strides, dtype, device and alignment, all other arguments, and the process's modes, a superset of what any
+    plan depends on. ``requires_grad`` tells whether a tensor does. Of a call and its outputs ``saved`` returns what the
+    backward pass reads: tensors that autograd saves and others, arguments that are no tensors, and the dtypes of tensors.
     """
-    parts = []
+    parts, plain, grad, dtypes, others = [], [], [], [], []
     for parameter in parameters:
         arg, kind = parameter.name, str(parameter.type)
-        tensor = (
-            f"{arg}.shape, {arg}.stride(), {arg}.dtype, {arg}.device, {arg}.data_ptr() % 16, "
-            f"type({arg}) in _plain, {arg}.is_neg()"
-        )
-        parts.append(
-            tensor if kind == "Tensor"
-            else f"None if {arg} is None else ({tensor})" if kind == "Optional[Tensor]"
-            else f"tuple({arg})" if kind.startswith("List") else arg
-        )  # fmt: skip
-    names = ", ".join(parameter.name for parameter in parameters)
+        if "Tensor" not in kind:
+            parts.append(f"tuple({arg})" if kind.startswith("List") else arg)
+            others.append(arg)
+            continue
+        form = f"{arg}.shape, {arg}.stride(), {arg}.dtype, {arg}.device, {arg}.data_ptr() % 16"
+        parts.append(form if kind == "Tensor" else f"None if {arg} is None else ({form})")
+        plain.append(f"({arg} is None or type({arg}) in _plain and not {arg}.is_neg())")
+        if arg not in keeps:
+            grad.append(f"({arg} is not None and {arg}.requires_grad)")
+        dtypes.append(f"None if {arg} is None else {arg}.dtype")
+    names = [parameter.name for parameter in parameters]
+    saved = (f"({', '.join(each)}{',' * bool(each)})" for each in (saves, keeps, others, dtypes))
+    text = f"""
+def key({", ".join(names)}):
+    return {" and ".join(plain)}, (_name, {", ".join(parts)}, _runtime.compile_target, _same_bits(), _fp32())
+def requires_grad({", ".join(names[:given])}):
+    return {" or ".join(grad) or False}
+def saved({", ".join([*names, *results])}):
+    return {", ".join(saved)}
+"""
     # Names that no argument has; what is called is written in C.
-    scope = {
-        "_name": name,
-        "_plain": PLAIN,
-        "_runtime": runtime,
-        "_same_bits": runtime._same_bits.get,
-        "_fp32": fp32_precision,
-    }
-    modes = "_runtime.compile_target, _same_bits(), _fp32()"
-    exec(f"def key({names}):\n    return (_name, {', '.join(parts)}, {modes})", scope)  # noqa: S102
-    return scope["key"]  # type: ignore[return-value]
+    scope: dict[str, Any] = {"_name": name, "_plain": PLAIN, "_runtime": runtime, "_fp32": fp32_precision}
+    scope["_same_bits"] = runtime._same_bits.get
+    exec(text, scope)  # noqa: S102
+    return scope["key"], scope["requires_grad"], scope["saved"]
 
 
 # --- operators ------------------------------------------------------------------------------------------------------
@@ -184,12 +185,12 @@ class Op:
         self._autocast: Any = autocast if callable(autocast) else frozenset(map(names.index, autocast))
         self._mutated = tuple(i for i in self._tensors if getattr(parameters[i].alias_info, "is_write", False))
         self._num_outputs = len(parsed.returns)
-        self._key = _key_function(self.name, parameters)
-        # Where to find, among arguments and outputs, what the backward pass reads.
-        places = {name: i for i, name in enumerate([*names, *(r.name for r in parsed.returns)])}
-        self._saved = tuple(places[name] for name in saves)
-        self._kept = tuple(places[name] for name in keeps)
-        self._plain = {name: i for i, name in enumerate(names) if i not in self._tensors}
+        returned = [result.name or f"_{i}" for i, result in enumerate(parsed.returns)]
+        self._key, self._requires_grad, self._saved = _readers(
+            self.name, parameters, self._given, returned, saves, keeps
+        )
+        plain = [name for i, name in enumerate(names) if i not in self._tensors]
+        self._recorded: Any = namedtuple("Recorded", ["saved", "kept", "wanted", "plain", *plain])  # type: ignore[misc]
         self.operator = self._declare(schema)
 
     # --- a call
@@ -201,20 +202,19 @@ class Op:
             args = self._in_autocast_dtype(args)
         if needs_dispatcher():
             return self._dispatch(args)
-        wanted = torch.is_grad_enabled() and _any_requires_grad(*args)
-        given = (*args, wanted) if self._records else args
         try:
-            key = self._key(*given)
-            plan = _plans.get(key, _NO_PLAN)
+            wanted = torch.is_grad_enabled() and self._requires_grad(*args)
+            given = (*args, wanted) if self._records else args
+            plain, key = self._key(*given)
+            kept = _plans.get(key)
         except (AttributeError, RuntimeError, TypeError):  # no tensors, or some without memory
             return self._dispatch(args)
-        if plan is _NO_PLAN:
-            if not all(args[i] is None or _is_plain(args[i]) for i in self._tensors):
-                return self._dispatch(args)
-            plan = self._new_plan(key, given)
+        if not plain or (kept is None and any(args[i] is not None and args[i].is_meta for i in self._tensors)):
+            return self._dispatch(args)
+        kept = kept or self._new_plan(key, given)
         if wanted and self.results:
-            return _Recorded.apply((self, plan, given), *map(given.__getitem__, self._tensors))
-        outputs = self.execute(plan, given)
+            return _record((self, kept, given), *[given[i] for i in self._tensors])
+        outputs = self.execute(kept, given)
         return outputs[0] if self.results == 1 else outputs[: self.results]
 
     def check_once(self, *args: Any) -> None:
@@ -222,7 +222,7 @@ class Op:
         if is_dynamo_compiling():
             return
         try:
-            key = None if needs_dispatcher() else self._key(*args)
+            _, key = (False, None) if needs_dispatcher() else self._key(*args)
         except (AttributeError, RuntimeError, TypeError):  # no tensors, or some without memory
             key = None
         if key is None or key not in _plans:
@@ -233,19 +233,20 @@ class Op:
     def _new_plan(self, key: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
         kind = self.kind(*args)
         shared = key if kind is None else (self.name, kind, *key[-3:])
-        plan = _plans.get(shared, _NO_PLAN)
-        if plan is _NO_PLAN:
+        kept = _plans.get(shared)
+        if kept is None:
             self.check(*args[: self._given])
-            plan = self.plan(*args)
-            _keep_plan(shared, plan)
-        _keep_plan(key, plan)
-        return plan
+            kept = _keep_plan(shared, self.plan(*args))
+        return kept if kind is None else _keep_plan(key, kept.plan)
 
-    def execute(self, plan: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def execute(self, kept: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return new outputs that the kernels have filled."""
-        outputs = self.outputs(*args)
-        if plan is not None:
-            self.run(plan, outputs, *args)
+        outputs = empty_again(kept.forms, args[self._tensors[0]]) if kept.forms else None
+        if outputs is None:
+            outputs = self.outputs(*args)
+            kept.forms = [None if out is None else (tuple(out.shape), out.stride(), out.dtype) for out in outputs]
+        if kept.plan is not None:
+            self.run(kept.plan, outputs, *args)
         else:
             for output in outputs:
                 if output is not None:
@@ -278,10 +279,7 @@ class Op:
 
     def _by_operator(self, args: tuple[Any, ...], sources: str) -> Any:
         if self._records:
-            wanted = torch.is_grad_enabled() and any(
-                args[i] is not None and args[i].requires_grad for i in self._tensors
-            )
-            args = (*args, wanted)
+            args = (*args, torch.is_grad_enabled() and self._requires_grad(*args))
         found = self.operator(*args, sources)
         if self._num_outputs <= 1:
             return found
@@ -317,11 +315,8 @@ class Op:
     def _execute_dispatched(self, *args: Any) -> Any:
         args, sources = args[:-1], args[-1]
         self._refuse_to_compile(sources)
-        key = self._key(*args)
-        plan = _plans.get(key, _NO_PLAN)
-        if plan is _NO_PLAN:
-            plan = self._new_plan(key, args)
-        return self._for_dispatcher(args, self.execute(plan, args))
+        _, key = self._key(*args)
+        return self._for_dispatcher(args, self.execute(_plans.get(key) or self._new_plan(key, args), args))
 
     def _fake(self, *args: Any) -> Any:
         args, sources = args[:-1], args[-1]
@@ -346,14 +341,11 @@ class Op:
 
     def save(self, ctx: Any, args: Sequence[Any], outputs: Sequence[Any]) -> None:
         """Have autograd's context hold what the backward pass reads."""
-        given = (*args, *outputs)
+        saved, kept, plain, dtypes = self._saved(*args, *outputs)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*[given[i] for i in self._saved])
-        ctx.kept = [given[i] for i in self._kept]
-        ctx.versions = with_versions(*ctx.kept)  # no hook sees these, and autograd does not compare their versions
-        ctx.plain = [given[i] for i in self._plain.values()]
-        ctx.dtypes = [None if args[i] is None else args[i].dtype for i in self._tensors]
-        ctx.same_bits = runtime.in_same_bits()
+        ctx.save_for_backward(*saved)
+        # No hook sees what is kept, and autograd does not compare its versions.
+        ctx.call = kept, with_versions(*kept) if kept else (), plain, dtypes, runtime.in_same_bits()
 
     def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         outputs = output if isinstance(output, tuple | list) else (output,)
@@ -374,19 +366,15 @@ class Op:
         if first is None:
             return ()
         saved = ctx.saved_tensors  # once: activation checkpoints unpack what they recompute a single time
-        check_versions(ctx.versions)
-        call = SimpleNamespace(
-            saved=saved,
-            kept=ctx.kept,
-            wanted=[dtype if need else None for dtype, need in zip(ctx.dtypes, needs, strict=True)],
-            plain=ctx.plain,
-            **dict(zip(self._plain, ctx.plain, strict=True)),
-        )
-        if ctx.same_bits == runtime.in_same_bits() and not _autocasts():
+        kept, versions, plain, dtypes, same_bits = ctx.call
+        check_versions(versions)
+        wanted = [dtype if need else None for dtype, need in zip(dtypes, needs, strict=True)]
+        call = self._recorded(saved, kept, wanted, plain, *plain)
+        if same_bits == runtime.in_same_bits() and not _autocasts():
             found = self.backward(call, *gradients)
         else:
             # Autograd may run this in a thread of its own, and later. Dtypes are settled: autocast would lower them.
-            with runtime.same_bits(ctx.same_bits), without_autocast(first):
+            with runtime.same_bits(same_bits), without_autocast(first):
                 found = self.backward(call, *gradients)
         # For one that is not wanted the dispatcher returns a tensor of no elements.
         return [gradient if need else None for gradient, need in zip(found, needs, strict=False)]
@@ -400,8 +388,8 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: tuple[Op, Any, tuple[Any, ...]], *tensors: Any) -> Any:
-        op, plan, args = call
-        outputs = op.execute(plan, args)
+        op, kept, args = call
+        outputs = op.execute(kept, args)
         op.save(ctx, args, outputs)
         ctx.op = op
         return outputs[0] if op.results == 1 else outputs[: op.results]
@@ -411,3 +399,7 @@ class _Recorded(torch.autograd.Function):
         needs = ctx.needs_input_grad[1:]
         found = ctx.op.differentiate(ctx, needs, gradients)
         return None, *found, *(None,) * (len(needs) - len(found))
+
+
+# ``apply`` without what it does for ``torch.func``, of which there is nothing here.
+_record = super(torch.autograd.Function, _Recorded).apply

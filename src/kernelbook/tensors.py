@@ -9,14 +9,9 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-_getter: Any = getattr(torch._C, "_get_fp32_precision_getter", None)
-# How PyTorch is set to multiply float32, by any of its switches: what its own one asks, where it is there.
+# How PyTorch is set to multiply float32, by any of its switches: what its own one asks.
 # ``torch.backends.cuda.matmul.allow_tf32`` cannot be read once somebody has set the newer ``fp32_precision``.
-fp32_precision: Callable[[], str] = (
-    functools.partial(_getter, "cuda", "matmul") if _getter else lambda: torch.backends.cuda.matmul.fp32_precision
-)
-
-
+fp32_precision: Callable[[], str] = functools.partial(torch._C._get_fp32_precision_getter, "cuda", "matmul")
 _mode, _modes = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey
 _transform = torch._C._functorch.peek_interpreter_stack
 is_batched = torch._C._functorch.is_legacy_batchedtensor  # by autograd's is_grads_batched, of which no transform tells
@@ -86,7 +81,7 @@ BRING_BACK = "kernelbook_bring_back"
 
 def with_versions(*tensors: torch.Tensor | None) -> tuple[tuple[torch.Tensor, int], ...]:
     """Return the tensors (``None`` aside) that a backward pass keeps without autograd, for :func:`check_versions`."""
-    return tuple((tensor, _version(tensor)) for tensor in tensors if tensor is not None)
+    return tuple([(tensor, _version(tensor)) for tensor in tensors if tensor is not None])
 
 
 def check_versions(kept: Iterable[tuple[torch.Tensor, int]]) -> None:

@@ -41,7 +41,7 @@ PACKAGE, EVIDENCE = ROOT / "src" / "kernelbook", ROOT / "book" / "evidence"
 # Beside the folders with kernels: whose tests have to notice, where that is not test_<folder>*.py, the contract, fuzz and test_evidence_*.py.
 TESTS = {"packed": "nf4 moe_lora", "nn": "moe_block whole_model", "study": "layer_norm scatter_ffn moe_lora"}
 NO_PROGRAM = r"CompilationError|InterpreterError|UnsupportedLanguage|CompileTimeAssertion|SyntaxError"
-HINTS = ("_prefetch", "_prefetch_tiles")  # they only ask a cache for what will be read: no result can depend on them
+HINTS = ("_prefetch",)  # it only asks a cache for what will be read: no result can depend on it
 OTHERS = ("static_assert", "assume", "inline_asm_elementwise")
 # Calls that keep threads, warps or kernels in order.
 ORDER = ("debug_barrier", "gdc_wait", "fence_async_shared", "wait", "arrive", "store_wait", "barrier", "thread_barrier")

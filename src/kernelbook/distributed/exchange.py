@@ -15,7 +15,7 @@ host has to know that size, which is the one wait of a layer (:func:`wait_for_co
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -363,12 +363,7 @@ class _EveryRankPlan:
         return rows, weights, local
 
     def dispatch_back(
-        self,
-        drows: torch.Tensor,
-        dweights: torch.Tensor,
-        dx: torch.Tensor,
-        dgates: torch.Tensor,
-        wanted: Sequence[bool],
+        self, drows: torch.Tensor, dweights: torch.Tensor, dx: torch.Tensor, dgates: torch.Tensor, wanted: Any
     ) -> None:
         pairs = [pair for pair, is_wanted in zip(((dx, drows), (dgates, dweights)), wanted, strict=False) if is_wanted]
         for work in [reduce_scatter(out, grad, group=self.group, async_op=True) for out, grad in pairs]:

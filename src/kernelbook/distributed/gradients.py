@@ -125,9 +125,11 @@ def _all_of(grad: torch.Tensor) -> _Part:
     return _Part(values, lambda: grad.copy_(values))
 
 
-def _active_rows(layer: SparseLinear, grad: torch.Tensor) -> _Part:
+def _active_rows(layer: SparseLinear, group: dist.ProcessGroup | None, grad: torch.Tensor) -> _Part:
     """Return the rows of the chunks that are active, of a gradient that is zero in all others."""
     ids = layer.active_chunks
+    if runtime.debug_enabled() and ids is not None and not same_on_all_ranks(ids.to(torch.int64), group):
+        raise ValueError("reduce_active_rows: active_chunks must be the same on all ranks, and they are not")
     if grad.is_sparse or ids is None or layer.mode == "dense":
         return _all_of(grad)
     grad, chunk = grad.detach(), layer.chunk_size
@@ -167,7 +169,7 @@ def reduce_active_rows(module: torch.nn.Module, group: dist.ProcessGroup | None 
             if isinstance(parameter, DTensor) or not parameter.requires_grad:
                 continue
             hand_out(parameter, group, parameter.device)
-            reduction.add(parameter, functools.partial(_checked, layer, group))
+            reduction.add(parameter, functools.partial(_active_rows, layer, group))
             ignored.append(f"{name}.{own}" if name else own)
     if not ignored:
         raise ValueError(
@@ -177,13 +179,6 @@ def reduce_active_rows(module: torch.nn.Module, group: dist.ProcessGroup | None 
     before = getattr(module, "_ddp_params_and_buffers_to_ignore", [])
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, [*before, *ignored])
     return reduction
-
-
-def _checked(layer: SparseLinear, group: dist.ProcessGroup | None, grad: torch.Tensor) -> _Part:
-    ids = layer.active_chunks
-    if runtime.debug_enabled() and ids is not None and not same_on_all_ranks(ids.to(torch.int64), group):
-        raise ValueError("reduce_active_rows: active_chunks must be the same on all ranks, and they are not")
-    return _active_rows(layer, grad)
 
 
 def keep_equal(parameters: Iterable[torch.Tensor], group: dist.ProcessGroup | None = None) -> Reduction:

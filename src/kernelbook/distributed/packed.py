@@ -52,13 +52,6 @@ def _rows(tensor: torch.Tensor, experts: int) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8).view(experts, -1)
 
 
-def _own_scales(q: NF4Tensor) -> NF4Tensor:
-    """``q`` with no scale of scales that two experts share: where they do, absmax in float32, which changes no bit."""
-    if q.nested_absmax is None or (q.absmax.shape[0] // q.shape[0]) % NESTED_BLOCK == 0:
-        return q
-    return dataclasses.replace(q, absmax=q.scales(), nested_absmax=None, nested_code=None, nested_offset=None)
-
-
 def by_expert(module: torch.nn.Module) -> int:
     """Lay out every 4-bit parameter in ``module`` by expert, see above; return how many. A second call changes nothing.
 
@@ -87,7 +80,9 @@ def by_expert(module: torch.nn.Module) -> int:
                 )
             to_change.append((parts, q))
     for parts, q in to_change:
-        q = _own_scales(q)
+        if q.nested_absmax is not None and (q.absmax.shape[0] // q.shape[0]) % NESTED_BLOCK:
+            # Experts share a scale of scales: absmax in float32 then, which changes no bit.
+            q = dataclasses.replace(q, absmax=q.scales(), nested_absmax=None, nested_code=None, nested_offset=None)
         parts[0] = ExpertBytes(q, transposed=parts[0].transposed).train(parts[0].training)
         parts.original = torch.nn.Parameter(_rows(q.packed, q.shape[0]), requires_grad=False)
     return found

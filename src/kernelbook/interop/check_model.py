@@ -59,14 +59,6 @@ def _unchanged(base: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def _without_weights(model: nn.Module) -> nn.Module:
-    """A copy on the meta device."""
-    memo: dict[int, Any] = {}
-    for p in model.parameters():
-        memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=False)
-    return copy.deepcopy(model, memo)
-
-
 def _from_config(base: Any) -> nn.Module:
     """The model of transformers that the configuration describes, with eager attention and experts, without weights."""
     config = copy.deepcopy(base.config)
@@ -97,8 +89,12 @@ class _Check:
         self.report = Report(f"{type(self.base).__name__}, {what} in {exact}, with the weights that the model has now")
 
     def reference(self) -> Reference:
-        skeleton = _from_config(self.base) if self.against is None else _without_weights(self.against)
-        return Reference(skeleton, self.weights, self.report)
+        if self.against is None:
+            return Reference(_from_config(self.base), self.weights, self.report)
+        memo: dict[int, Any] = {}  # for a copy on the meta device
+        for p in self.against.parameters():
+            memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=False)
+        return Reference(copy.deepcopy(self.against, memo), self.weights, self.report)
 
     def trial(self, trial: str, given: Batch, *, backward: bool = True) -> tuple[Reference, Any]:
         """Run the batch and compare all layers; return the reference and the model's output."""
@@ -242,6 +238,7 @@ class _Check:
         trained = [(p, name) for p, name in self.weights.parameters.values() if p.requires_grad]
         start = [p.detach().clone() for p, _ in trained]
         losses: list[list[float]] = []
+        how: dict[str, Any] = {"loss": lambda model, *args, **named: scalar(model(*args, **named)), "warm": 1}
         for capture in (False, True):
             with torch.no_grad():
                 for (p, _), value in zip(trained, start, strict=True):
@@ -249,13 +246,7 @@ class _Check:
             rate = torch.tensor(LR, device=start[0].device)
             parameters = [p for p, _ in trained]
             optimizer = torch.optim.AdamW(parameters, rate, weight_decay=0.0, fused=True, capturable=rate.is_cuda)
-            step = CapturedStep(
-                self.model,
-                optimizer,
-                loss=lambda model, *args, **how: scalar(model(*args, **how)),
-                warm=1,
-                capture=capture,
-            )
+            step = CapturedStep(self.model, optimizer, **how, capture=capture)
             losses.append([])
             for lr in (LR, LR, 0.0, LR):
                 for group in optimizer.param_groups:

@@ -51,14 +51,6 @@ def lora_pair(wrapper: Any, adapter: str) -> LoRAPair:
     return LoRAPair(a, b, float(wrapper.scaling[adapter]))
 
 
-def _sum_of(pairs: list[LoRAPair], dtype: torch.dtype) -> LoRAPair:
-    """One pair that adds what all of them add: ranks side by side, each scaled as its own."""
-    if len(pairs) == 1:
-        return pairs[0]
-    a = torch.cat([pair.a.to(dtype) for pair in pairs], dim=1)
-    return LoRAPair(a, torch.cat([pair.b.to(dtype) * pair.scaling for pair in pairs], dim=2))
-
-
 class ParamWrapper(layer.ParamWrapper):  # PEFT knows its wrappers by this name
     """PEFT's wrapper, except that it hands its pairs to experts that run on the kernels."""
 
@@ -70,9 +62,12 @@ class ParamWrapper(layer.ParamWrapper):  # PEFT knows its wrappers by this name
             with super()._activate_lora(active_adapters):
                 yield
             return
-        pairs = [lora_pair(self, name) for name in adapters]
+        pair, *others = pairs = [lora_pair(self, name) for name in adapters]
+        if others:  # one that adds what all of them add: ranks side by side, each scaled as its own
+            a = torch.cat([each.a.to(pair.a.dtype) for each in pairs], dim=1)
+            pair = LoRAPair(a, torch.cat([each.b.to(a.dtype) * each.scaling for each in pairs], dim=2))
         handed = experts.__dict__.setdefault(LORA_ATTRIBUTE, {})
-        handed[self.parameter_name] = _sum_of(pairs, pairs[0].a.dtype)
+        handed[self.parameter_name] = pair
         try:
             yield
         finally:

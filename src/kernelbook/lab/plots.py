@@ -414,10 +414,6 @@ def ladder_gpu(stem: str) -> str:
     return name if short is None else f"{'an' if short[0][0] in 'AEFHILMNORSX' else 'a'} {short[0]}"
 
 
-def _ladders_ceilings(stem: str) -> pd.DataFrame:
-    return record.load_ceilings(_ladders_folder(stem) or record.BOOKS_GPU)
-
-
 def _ladders(
     rows: pd.DataFrame, only: Mapping[str, Any], among: Collection[str] | None = None
 ) -> list[tuple[str, pd.DataFrame]]:
@@ -483,7 +479,7 @@ def steps(
     stem: str,
     *,
     own: pd.DataFrame | None = None,
-    by: str | Mapping[str, str] = "gbs",
+    by: str = "gbs",
     peak: bool = False,
     among: Collection[str] | None = None,
     **only: Any,
@@ -493,7 +489,7 @@ def steps(
     Args:
         stem: the file that :func:`kernelbook.lab.timing.time_steps` wrote, of the GPU that :func:`ladder_gpu` names.
         own: what :func:`kernelbook.lab.timing.time_steps` returned: the reader's times, if any.
-        by, peak: see :func:`ladder`; ``by`` for all or by operation.
+        by, peak: see :func:`ladder`.
         among: the steps that the page has, as providers; a file may hold others. ``None`` for all.
         only: values of columns that pick some of the ladders.
     """
@@ -501,9 +497,9 @@ def steps(
     for title, rows in (("Recorded", _recorded(stem)), ("Yours", own)):
         if rows is None or not len(rows):
             continue
+        ceilings = record.load_ceilings(_ladders_folder(stem) or record.BOOKS_GPU)
         for name, part in _ladders(rows, only, among):
-            kind = by if isinstance(by, str) else by[part["op"].iloc[0]]
-            table = ladder(part, _ladders_ceilings(stem), by=kind, peak=peak)
+            table = ladder(part, ceilings, by=by, peak=peak)
             text += f"{title}: {name}. {provenance(part)}\n\n{table}\n\n"
             ours = part.loc[part["provider"].str.startswith("kernelbook")].reset_index(drop=True)
             ms, low, high = (ours[column].astype(float) for column in ("ms", "ms_p20", "ms_p80"))

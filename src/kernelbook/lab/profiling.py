@@ -283,11 +283,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--length", type=int, default=None, help="tokens in a sequence (default: 2048, interpreter: 16)"
     )
-    parser.add_argument("--dtype", default=None, choices=("float32", "bfloat16", "float16"), help="default: bfloat16")
-    parser.add_argument("--steps", type=int, default=5, help="how many steps to run (default: 5)")
     parser.add_argument("--first", type=int, default=3, help="the first step to record (default: 3)")
-    parser.add_argument("--last", type=int, default=4, help="the last step to record (default: 4)")
-    parser.add_argument("--top", type=int, default=15, help="rows of the table (default: 15)")
+    parser.add_argument("--last", type=int, default=4, help="the last step to record, and to run (default: 4)")
     parser.add_argument("--out", type=Path, default=Path("profile"), help="folder for the files (default: profile)")
 
 
@@ -308,18 +305,16 @@ def profile(given: argparse.Namespace) -> int:
 def _profile(given: argparse.Namespace) -> int:
     if given.nf4 and not given.lora:
         raise ValueError("--nf4 freezes the experts, so there must be --lora RANK to train")
-    if given.steps < given.last:
-        raise ValueError(f"--steps must be at least --last ({given.last}), got {given.steps}")
-    for name, least in (("batch", 1), ("length", 1), ("lora", 0), ("top", 1)):
+    for name, least in (("batch", 1), ("length", 1), ("lora", 0)):
         value = getattr(given, name)
         if value is not None and value < least:
             raise ValueError(f"--{name} must be at least {least}, got {value}")
     if given.config is None and given.experts != "kernelbook":
         raise ValueError(f"--experts must come with --config, got --experts {given.experts} without it")
-    profiler = StepProfiler(given.out, first=given.first, last=given.last, top=given.top)
+    profiler = StepProfiler(given.out, first=given.first, last=given.last)
     step = _step_of(given)
     try:
-        for number in range(1, given.steps + 1):
+        for number in range(1, given.last + 1):
             profiler.begin(number)
             loss = step()
             profiler.end(number)
@@ -330,7 +325,7 @@ def _profile(given: argparse.Namespace) -> int:
     assert report is not None
     if not loss.isfinite():
         raise ValueError(f"the loss must stay finite, got {loss.item()}: what was recorded is not a model's work")
-    print(report.table(given.top))
+    print(report.table(profiler.top))
     for path in (report.trace, report.snapshot, report.table_file):
         if path is not None:
             print(f"written: {path}")
@@ -355,14 +350,13 @@ def _step_of(given: argparse.Namespace) -> Callable[[], torch.Tensor]:
     """One training step of the model that the arguments describe, which returns the loss."""
     real = runtime.DEVICE.type == "cuda"
     length = given.length or (2048 if real else 16)
-    dtype = getattr(torch, given.dtype or ("bfloat16" if real else "float32"))
+    dtype = torch.bfloat16 if real else torch.float32
     torch.manual_seed(0)
     if given.config is None:
         loss_of, parameters = _own_model(given, length, dtype)
     else:
         loss_of, parameters = _transformers_model(given, length, dtype)
-    # An epsilon that is zero in float16 would divide by zero.
-    optimizer = torch.optim.AdamW(parameters, lr=1e-4, eps=max(1e-8, torch.finfo(dtype).tiny))
+    optimizer = torch.optim.AdamW(parameters, lr=1e-4)
 
     def step() -> torch.Tensor:
         optimizer.zero_grad()

@@ -178,6 +178,7 @@ class _ForwardPlan(NamedTuple):
     columns: int
     x_stride: int
     residual_stride: int
+    as_they_lie: bool  # the kernel reads the tensors, not copies
     launch: Launch
     grid: tuple[int]
 
@@ -187,6 +188,7 @@ def plan(x: torch.Tensor, residual: Any, weight: Any, bias: Any, eps: float, *ho
     _, has_mean, record = how
     if x.numel() == 0:
         return None
+    as_they_lie = in_rows(x) is x and in_rows(residual) is residual and dense(weight) is weight and dense(bias) is bias
     x, residual = in_rows(x), in_rows(residual)
     m, n = x.numel() // x.shape[-1], x.shape[-1]
     summed = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
@@ -199,14 +201,15 @@ def plan(x: torch.Tensor, residual: Any, weight: Any, bias: Any, eps: float, *ho
         **config.kwargs, num_warps=config.num_warps, repeatable=True,
     )  # fmt: skip
     grid = (cdiv(m, config.kwargs.get("BLOCK_M", 1)),)
-    return _ForwardPlan(m, n, row_stride(x), row_stride(residual), launch, grid)
+    return _ForwardPlan(m, n, row_stride(x), row_stride(residual), as_they_lie, launch, grid)
 
 
 def run(
     plan: _ForwardPlan, outputs: tuple[Any, ...], x: torch.Tensor, residual: Any, weight: Any, bias: Any, *_: Any
 ) -> None:
     """Fill the outputs."""
-    x, residual, weight, bias = in_rows(x), in_rows(residual), dense(weight), dense(bias)
+    if not plan.as_they_lie:
+        x, residual, weight, bias = in_rows(x), in_rows(residual), dense(weight), dense(bias)
     plan.launch(
         plan.grid, x, plan.x_stride, residual, plan.residual_stride, weight, bias, *outputs, plan.rows, plan.columns
     )
@@ -232,6 +235,8 @@ def _outputs_backward(
 
 
 class _BackwardPlan(NamedTuple):
+    as_they_lie: bool  # the kernel reads the tensors, not copies
+    strides: tuple[int, int, int]  # from row to row of x, dy and dsum
     launch: Launch
     grid: tuple[int, int]
     partials: tuple[int, int] | None  # the shape of the programs' sums, which another kernel adds up
@@ -245,11 +250,13 @@ def _plan_backward(
     dw, db, has_mean = wanted
     if x.numel() == 0:
         return None
+    as_they_lie = in_rows(x) is x and in_rows(dy) is dy and in_rows(dsum) is dsum and dense(weight) is weight
     x, dy, dsum, weight = in_rows(x), in_rows(dy), in_rows(dsum), dense(weight)
+    strides = row_stride(x), row_stride(dy), row_stride(dsum)
     m, n, itemsize = x.numel() // x.shape[-1], x.shape[-1], x.element_size()
     # What Triton's launcher looks at before it widens loads.
     on_16_bytes = all(t is None or t.data_ptr() % 16 == 0 for t in (x, dy, weight, statistics, dsum))
-    aligned = on_16_bytes and not any(step % 16 for step in (*map(row_stride, (x, dy, dsum)), n))
+    aligned = on_16_bytes and not any(step % 16 for step in (*strides, n))
     properties = runtime.properties(x.device)
     tiles = kernels.plan_backward(n, itemsize, aligned, 2 if has_mean else 1, dsum is not None, properties)
     config, total = tiles.config, kernels.SUM_CONFIG
@@ -264,7 +271,7 @@ def _plan_backward(
     launch_sum = launcher(kernels._layer_norm_bwd_sum_kernel, **both, **total.kwargs, num_warps=total.num_warps)
     sum_grid = (cdiv(n, total.kwargs["BLOCK_N"]), 1 if dw is None or db is None else 2)
     partials = (programs, n) if (dw or db) and (programs > 1 or split is None) else None
-    return _BackwardPlan(launch, (programs, split or 1), partials, launch_sum, sum_grid)
+    return _BackwardPlan(as_they_lie, strides, launch, (programs, split or 1), partials, launch_sum, sum_grid)
 
 
 def _run_backward(
@@ -272,12 +279,14 @@ def _run_backward(
     statistics: torch.Tensor, dsum: Any, eps: float, *wanted: Any,
 ) -> None:  # fmt: skip
     (dx, dw, db), (to_dw, to_db) = outputs, outputs[1:]
-    x, dy, dsum, weight = in_rows(x), in_rows(dy), in_rows(dsum), dense(weight)
+    if not plan.as_they_lie:
+        x, dy, dsum, weight = in_rows(x), in_rows(dy), in_rows(dsum), dense(weight)
     m, n = x.numel() // x.shape[-1], x.shape[-1]
+    x_stride, dy_stride, dsum_stride = plan.strides
     if plan.partials is not None:
         to_dw, to_db = (None if d is None else empty(plan.partials, statistics.dtype, x) for d in (dw, db))
     plan.launch(
-        plan.grid, x, row_stride(x), dy, row_stride(dy), weight, statistics, dx, dsum, row_stride(dsum), to_dw, to_db, m, n
+        plan.grid, x, x_stride, dy, dy_stride, weight, statistics, dx, dsum, dsum_stride, to_dw, to_db, m, n
     )  # fmt: skip
     if plan.partials is not None:
         plan.launch_sum(plan.sum_grid, to_dw, to_db, dw, db, plan.partials[0], n)

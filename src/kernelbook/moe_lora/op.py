@@ -129,12 +129,6 @@ class Call(named_arguments(ARGUMENTS)):  # type: ignore[misc]
         of_dy = SORTED if self.grouped_out else 1 if self.gates is None else slots
         return SORTED if self.grouped_in else slots, of_dy
 
-    def empty_u(self) -> torch.Tensor | None:
-        """U, or D = scaling dY B: (R, padded rank), in expert order; ``None`` without a low-rank update."""
-        if self.lora_a is None:
-            return None
-        return empty((self.expert_ids.numel(), kernels.padded_rank(self.lora_a.shape[1])), self.x.dtype, self.x)
-
 
 DIFFERENTIABLE = 6  # the first of the tensors
 
@@ -213,10 +207,12 @@ def check(*args: Any) -> None:
 
 
 def _outputs(*args: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """-> Y, and for the backward pass, where there is a low-rank update, U = scaling X A^T."""
+    """-> Y, and for the backward pass, where there is a low-rank update, U = scaling X A^T (R, padded rank), in expert order."""
     call, record = Call(*args[:-1]), args[-1]
-    rows = call.expert_ids.numel() if call.gates is None else call.expert_ids.shape[0]
-    return empty((rows, call.weight.shape[2]), call.x.dtype, call.x), call.empty_u() if record else None
+    x, a, rows, u = call.x, call.lora_a, call.expert_ids.numel(), None
+    if record and a is not None:
+        u = empty((rows, kernels.padded_rank(a.shape[1])), x.dtype, x)
+    return empty((rows if call.gates is None else call.expert_ids.shape[0], call.weight.shape[2]), x.dtype, x), u
 
 
 def _plan(*args: Any) -> tuple[GemmPlan, Step | None] | None:
@@ -301,7 +297,7 @@ def _run_backward(plan: _BackwardPlan, outputs: tuple[Any, ...], dy: torch.Tenso
     dx, dw, da, db, dbias, dgates = outputs
     call = Call(*args[:-1])
     routing, x, gates = call.routing, call.x, call.gates
-    d: Any = None if da is None else call.empty_u()
+    d: Any = None if da is None else empty(u.shape, u.dtype, u)  # like U
     a, b = _transposed(call.lora_b), _transposed(call.lora_a)
     if plan.gemm is not None:
         dx_per_slot = dx if plan.combine is None else empty((routing.rows, x.shape[1]), x.dtype, x)

@@ -91,25 +91,6 @@ def _prefetch(ptr, count, MOST: tl.constexpr, PREFETCH: tl.constexpr):
         tl.load(ptr + offs, mask=offs < count, other=0)
 
 
-@triton.jit
-def _prefetch_tiles(
-    program,
-    packed_ptr, absmax_ptr, experts_ptr, first,
-    E, words, tiles,
-    HAS_EXPERTS: tl.constexpr, WORDS: tl.constexpr,
-    TILE: tl.constexpr, SPAN: tl.constexpr, PREFETCH: tl.constexpr,
-):  # fmt: skip
-    """What SPAN programs from this one on are going to read, as far as it is of one expert. WORDS: of a block."""
-    slot = program // tiles
-    expert, exists = _load_expert(experts_ptr, first, slot, E, HAS_EXPERTS)
-    tile0 = (program - slot * tiles).to(tl.int64) * TILE
-    left = tl.minimum(words - tile0, SPAN * TILE).to(tl.int32)
-    readable = tl.where(exists, left, 0)
-    word0 = expert * words + tile0
-    _prefetch(packed_ptr + word0, readable, SPAN * TILE, PREFETCH)
-    _prefetch(absmax_ptr + word0 // WORDS, readable // WORDS, SPAN * TILE // WORDS, PREFETCH)
-
-
 # One compiled kernel serves all sizes: eight outputs are 16 bytes whatever the number of words.
 @triton.jit(do_not_specialize=["first", "E", "words", "tiles"])
 def _nf4_dequantize_fwd_words_kernel(
@@ -132,12 +113,14 @@ def _nf4_dequantize_fwd_words_kernel(
     pid = tl.program_id(0)
     if PREFETCH != "none":  # noqa: SIM102
         if (pid % SPAN == 0) & (tl.num_programs(0) - pid > AHEAD):
-            _prefetch_tiles(
-                pid + AHEAD,
-                packed_ptr, absmax_ptr, experts_ptr, first,
-                E, words, tiles,
-                HAS_EXPERTS, WORDS, TILE, SPAN, PREFETCH,
-            )  # fmt: skip
+            # What SPAN programs from that one on are going to read, as far as it is of one expert.
+            slot_ahead = (pid + AHEAD) // tiles
+            expert_ahead, is_there = _load_expert(experts_ptr, first, slot_ahead, E, HAS_EXPERTS)
+            tile_ahead = (pid + AHEAD - slot_ahead * tiles).to(tl.int64) * TILE
+            count = tl.where(is_there, tl.minimum(words - tile_ahead, SPAN * TILE).to(tl.int32), 0)
+            word_ahead = expert_ahead * words + tile_ahead
+            _prefetch(packed_ptr + word_ahead, count, SPAN * TILE, PREFETCH)
+            _prefetch(absmax_ptr + word_ahead // WORDS, count // WORDS, SPAN * TILE // WORDS, PREFETCH)
     slot = pid // tiles
     expert, exists = _load_expert(experts_ptr, first, slot, E, HAS_EXPERTS)
     # 64-bit scalars find the tile; offsets within it are 32-bit.

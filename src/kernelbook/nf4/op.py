@@ -51,7 +51,6 @@ def nf4_dequantize(
     """
     if not isinstance(q, NF4Tensor):
         raise TypeError(f"nf4_dequantize: q must be an NF4Tensor, got {type(q).__name__}")
-    arguments.check_choice("nf4_dequantize", "dtype", dtype, DTYPES)
     return _dequantize(*_parts(q), experts, None, q.shape, q.block_size, dtype)  # type: ignore[no-any-return]
 
 
@@ -63,7 +62,8 @@ def _parts(q: NF4Tensor) -> tuple[Any, Any, Any, Any, Any, Any]:
 
 
 def _check_dequantize(*args: Any) -> None:
-    packed, *_, experts, _, shape, _, _ = args
+    packed, *_, experts, _, shape, _, dtype = args
+    arguments.check_choice("nf4_dequantize", "dtype", dtype, DTYPES)
     arguments.check_tensor("nf4_dequantize", "q.packed", packed, dtypes=(torch.uint8,))
     if experts is not None:
         arguments.check_indices("nf4_dequantize", "experts", experts)
@@ -229,8 +229,9 @@ def nf4_matmul(x: torch.Tensor, q: NF4Tensor, expert: int | torch.Tensor) -> tor
     On Hopper GPUs up to 128 rows of 16 bits (K a multiple of 64), and up to 512 where their tiles fill the GPU, go through
     tensor cores, which take W as it is decoded: from a W of 8 million elements on, from 9 rows on of 4 million. Up to 16 rows
     an element is a code's value in the dtype of ``x`` times the scale, rounded once more; from 17 rows on NF4 and FP4 are what
-    :func:`nf4_dequantize` gives. Otherwise up to 8 rows are multiplied in float32, with W as it is; more rows share the cost of
-    dequantizing: W is dequantized first and multiplied by PyTorch.
+    :func:`nf4_dequantize` gives. NVFP4's float32 multiplies a row's sum, in float32, for any number of rows there. Otherwise up
+    to 8 rows are multiplied in float32, with W as it is; more rows share the cost of dequantizing: W is dequantized first and
+    multiplied by PyTorch.
     Within :func:`kernelbook.same_bits` any number of rows goes the same way: through tensor cores where the last of these
     kernels can, else W is made dense.
 

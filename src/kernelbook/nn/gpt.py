@@ -128,7 +128,9 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(_Block(config) for _ in range(config.depth))
         self.norm = LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.vocab_size, bias=False)
-        self.apply(_initialise)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
         for block in self.blocks:  # as many additions to the residual stream: Radford et al., section 2.3
             for layer in (block.attention_out, block.down):
                 nn.init.normal_(layer.weight, std=0.02 / math.sqrt(2 * config.depth))  # type: ignore[union-attr, arg-type]
@@ -155,8 +157,3 @@ class GPT(nn.Module):
         if targets is None:
             return logits
         return F.cross_entropy(logits.view(batch * length, -1).float(), targets.reshape(-1))
-
-
-def _initialise(module: nn.Module) -> None:
-    if isinstance(module, nn.Linear | nn.Embedding):
-        nn.init.normal_(module.weight, std=0.02)

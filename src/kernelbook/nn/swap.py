@@ -286,8 +286,9 @@ def _swap_same_bits(done: Swap) -> None:
         ours = type(module).__module__.startswith("kernelbook.")
         if ours or id(module) in experts or isinstance(module, ROW_BY_ROW) or set(weights) <= {"sinks"}:
             continue
-        if "weight" in weights and weights["weight"].ndim == 2 and _multiplies(type(module)):
-            kind: Any = type(module)
+        kind: Any = type(module)
+        names = getattr(getattr(kind.forward, "__code__", None), "co_names", ())
+        if "weight" in weights and weights["weight"].ndim == 2 and {"linear", "matmul"} & {*names}:  # a router
             done._change(name, module, with_linear(kind), kind.__name__)
         else:
             unknown[name] = f"{type(module).__name__} has weights, and no kernel of the package is known for it"
@@ -298,12 +299,6 @@ def _swap_same_bits(done: Swap) -> None:
     for name, module in model.named_modules():
         if name == "" or any(True for _ in module.children()):
             done._hooks += _in_mode(module)
-
-
-def _multiplies(kind: type[nn.Module]) -> bool:
-    """Return whether the class's forward pass names a product of rows with its weight: a router."""
-    names = getattr(getattr(kind.forward, "__code__", None), "co_names", ())
-    return "linear" in names or "matmul" in names
 
 
 def _swap_experts(done: Swap) -> set[int]:

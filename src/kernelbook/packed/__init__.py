@@ -94,7 +94,8 @@ class NF4Tensor:
         code: (16,) float32, the code book's values.
         code_name: the code book's name, ``"nf4"`` or ``"fp4"`` where bitsandbytes has it, ``"e2m1"`` for MXFP4 and NVFP4.
         dtype: of the tensor that was quantized.
-        nested_absmax: (ceil(blocks / 256),) float32, with double quantization: the scales of ``absmax``.
+        nested_absmax: (ceil(blocks / 256),) float32, with double quantization: the scales of ``absmax``. NVFP4's are the same
+            along a row, as :func:`kernelbook.fp4_tensor` makes them: in products on Hopper GPUs a row that has several is NaN.
         nested_code: (256,) float32, with double quantization: the values that ``absmax`` stands for.
         nested_offset: () float32, with double quantization: added at the end. ``None`` of MXFP4 and NVFP4, whose ``absmax``
             holds the bytes of float8 scales.

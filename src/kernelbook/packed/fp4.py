@@ -38,7 +38,8 @@ def fp4_tensor(
         packed: uint8, (..., K / 2) or, as gpt-oss' checkpoints have it, (..., K / 32, 16); the even element in the low half.
         scales: (..., K / 32) float8_e8m0fnu or uint8 for MXFP4, (..., K / 16) float8_e4m3fn for NVFP4.
         tensor_scale: of NVFP4, a tensor, floating point: one number, or one for each entry of the first dimension, which
-            then must have a multiple of 4,096 elements each. ``None``: 1.
+            then must have a multiple of 4,096 elements each: so it is the same along a row, whose sum it multiplies in
+            products. ``None``: 1.
         dtype: of the tensor that was quantized.
         in_place: the bytes of ``packed``, then contiguous, become the result's own and change where they lie.
 

@@ -12,11 +12,12 @@ pairs (``decoded``), split in two 16-bit numbers so that its own rounding is not
 
 Formats differ in two things, both of which SCALE says. ``"float32"`` and ``"nested"`` have a code book: NF4 and FP4, with
 scales as they are or as 8-bit codes. ``"e8m0"`` and ``"e4m3"`` are MXFP4 and NVFP4: the bits of their e2m1 are moved to where 16-bit numbers have them, and
-a scale of MXFP4, a power of two, needs no second half.
+a scale of MXFP4, a power of two, needs no second half. Nor does ``"e4m3 alone"``: NVFP4's without its float32, a factor of the sum.
 
 Elsewhere, and for float32 and float64, the values are looked up with ``tl.gather`` and scaled in float32.
 """
 
+import itertools
 import re
 
 from kernelbook import packed
@@ -53,22 +54,28 @@ _LOOK_UP = """
 """
 
 
-def _e2m1_asm(mantissa: int, bias: int) -> str:
+def _e2m1_asm(kind: str, is_bf16: bool, far: bool) -> str:
     """e2m1 has the bits of a 16-bit number, but for zeros between its sign and its exponent, and for the exponent's bias.
 
-    ``mantissa``: bits of the 16-bit number's; ``bias``: twice the bits of what it is too small by.
+    A pair's second element is the next one, or if ``far`` the fourth after it: these lie 16 bits apart in a word already.
     """
+    mantissa, bias = (7, "0x7e807e80") if is_bf16 else (10, "0x74007400")  # 2^126 and 2^14, twice
+    bias = "$5" if kind == "e4m3 alone" else bias  # the scale has that in it
     shift = 13 - mantissa
-    lines = ["    shl.b32 h, $4, 4;", f"    mov.b32 b, {bias:#x};", "    mov.b32 z, 0x80008000;"]
-    for pair in range(4):
+    lines = ["    shl.b32 h, $4, 4;", f"    mov.b32 b, {bias};", "    mov.b32 z, 0x80008000;"]
+    for pair, at in enumerate((4, 0, 12, 8)):  # where the elements 0 to 3 lie
+        left = mantissa - 1 - at
+        if far:
+            lines += [f"    shl.b32 a, $4, {12 - at};", f"    {'shl' if left > 0 else 'shr'}.b32 i, $4, {abs(left)};"]
+        else:  # a byte's high half and its low one, each on top of 16 bits
+            lines += [f"    prmt.b32 a, $4, h, {0x4000 + 0x1111 * pair:#x};", f"    shr.u32 i, a, {shift};"]
         lines += [
-            f"    prmt.b32 i, $4, h, {0x4000 + 0x1111 * pair:#x};",  # a byte's high half and its low one, each on top of 16 bits
-            "    and.b32 a, i, 0x80008000;",
-            f"    shr.u32 i, i, {shift};",
-            f"    lop3.b32 i, i, {0x70007000 >> shift:#x}, a, 0xea;",
+            f"    and.b32 i, i, {0x70007000 >> shift:#x};",
+            "    lop3.b32 i, a, 0x80008000, i, 0xea;",
             f"    FMA p{pair}, i, b, z;",
         ]
-    return "\n".join(lines) + "\n"
+    scale = {"e8m0": _SCALE_ONE, "e4m3": _SCALE_TWO, "e4m3 alone": _PLAIN}[kind]
+    return str(_asm("\n".join(lines) + "\n", scale, "bf16" if is_bf16 else "f16").value)
 
 
 # The scale in one part, which is exact, or in two.
@@ -86,9 +93,18 @@ def _asm(elements: str, scale: str, dtype: str = "") -> "tl.constexpr":
 
 
 DECODE_BF16, DECODE_FP16 = (_asm(_LOOK_UP, _SCALE_TWO, dtype) for dtype in ("bf16", "f16"))
-_E2M1 = {"bf16": _e2m1_asm(7, 0x7E807E80), "f16": _e2m1_asm(10, 0x74007400)}  # 2^126 and 2^14
-E2M1_BF16, E2M1_FP16 = (_asm(asm, _SCALE_TWO, dtype) for dtype, asm in _E2M1.items())
-E2M1_BY_POWER_BF16, E2M1_BY_POWER_FP16 = (_asm(asm, _SCALE_ONE, dtype) for dtype, asm in _E2M1.items())
+# What e2m1 is too small by, less 2^7: with that it multiplies an e4m3, and stays in range.
+BIAS_BF16, BIAS_FP16 = tl.constexpr(2.0**119), tl.constexpr(2.0**7)
+_KINDS = itertools.product(("e8m0", "e4m3", "e4m3 alone"), (False, True), (False, True))
+E2M1 = tl.constexpr({which: _e2m1_asm(*which) for which in _KINDS})
+
+
+@triton.constexpr_function
+def e2m1(kind, is_bf16, far):
+    """Assembly that decodes a word of e2m1 and multiplies it with a scale of this kind."""
+    return E2M1.value[kind, is_bf16, far]
+
+
 PAIRS = tl.constexpr("=&r,=&r,=&r,=&r")
 TABLE_INPUTS = tl.constexpr(",r" * 8)
 
@@ -185,19 +201,22 @@ def in_two(scale, dtype: tl.constexpr):
 
 
 @triton.jit
-def pairs(word, scale, values, dtype: tl.constexpr, SCALE: tl.constexpr):
-    """Words (...) and their blocks' scales -> pairs of 16-bit numbers in int32, (..., 2, 2), the second one at (1, 0)."""
+def pairs(word, scale, values, dtype: tl.constexpr, SCALE: tl.constexpr, FAR: tl.constexpr = False):
+    """Words (...) and their blocks' scales -> pairs of 16-bit numbers in int32, (..., 2, 2), the second one at (1, 0).
+
+    A pair's second element is the next one, or if FAR, of e2m1 only, the fourth after it.
+    """
     IS_BF16: tl.constexpr = dtype == tl.bfloat16
-    if SCALE == "e8m0":
+    if SCALE == "e8m0" or SCALE == "e4m3 alone":
+        scale = scale if SCALE == "e8m0" else scale * (BIAS_BF16 if IS_BF16 else BIAS_FP16)
         p0, p1, p2, p3 = tl.inline_asm_elementwise(
-            E2M1_BY_POWER_BF16 if IS_BF16 else E2M1_BY_POWER_FP16, PAIRS + ",r,r",
-            [word, bits(scale.to(dtype)) * 0x10001],
+            e2m1(SCALE, IS_BF16, FAR), PAIRS + ",r,r", [word, bits(scale.to(dtype)) * 0x10001],
             dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
         )  # fmt: skip
     elif SCALE == "e4m3":
         first, second = in_two(scale, dtype)
         p0, p1, p2, p3 = tl.inline_asm_elementwise(
-            E2M1_BF16 if IS_BF16 else E2M1_FP16, PAIRS + ",r,r,r", [word, first, second],
+            e2m1(SCALE, IS_BF16, FAR), PAIRS + ",r,r,r", [word, first, second],
             dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
         )  # fmt: skip
     else:
@@ -211,12 +230,12 @@ def pairs(word, scale, values, dtype: tl.constexpr, SCALE: tl.constexpr):
 
 
 @triton.jit
-def decoded(word, scale, values, dtype: tl.constexpr, SCALE: tl.constexpr):
+def decoded(word, scale, values, dtype: tl.constexpr, SCALE: tl.constexpr, FAR: tl.constexpr = False):
     """Words (...) and their blocks' scales -> the eight elements of each, (..., 2, 2, 2), the first one at (0, 0, 0).
 
     The dimensions are in the order in which they arise: the first tells the pairs of four elements, the last a pair's halves.
     """
-    found = pairs(word, scale, values, dtype, SCALE)
+    found = pairs(word, scale, values, dtype, SCALE, FAR)
     low = (found & 0xFFFF).to(tl.int16).to(dtype, bitcast=True)
     return tl.join(low, (found >> 16).to(tl.int16).to(dtype, bitcast=True))
 
@@ -247,11 +266,12 @@ def scale_of(stored, nested, mask, nested_code_ptr, offset, SCALE: tl.constexpr)
         power = stored.to(tl.int32)
         value = tl.maximum(power << 23, 0x400000).to(tl.float32, bitcast=True)
         value = tl.where(power == 255, float("nan"), value)
-    elif SCALE == "e4m3":  # without a sign; 127 is NaN
+    elif SCALE == "e4m3" or SCALE == "e4m3 alone":  # without a sign; 127 is NaN
         e4m3 = stored.to(tl.int32)
         # Shifted, all bits are in their places; 2^120 corrects the bias.
         value = (e4m3 << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
-        value = tl.where(e4m3 == 127, float("nan"), value) * nested
+        value = tl.where(e4m3 == 127, float("nan"), value)
+        value = value if SCALE == "e4m3 alone" else value * nested
     elif SCALE == "nested":
         nothing: tl.constexpr = None if mask is None else 0
         value = tl.load(nested_code_ptr + stored.to(tl.int32), mask=mask, other=nothing)

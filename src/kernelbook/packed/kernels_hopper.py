@@ -25,6 +25,7 @@ import triton.language as tl  # whose barrier has one name in every version
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from kernelbook.packed.kernels import pairs, pairs_by_table, scale_of, stored_scale
+from kernelbook.packed.kernels_nvidia import scale_of_rows
 from kernelbook.tiles import grouped, is_last_share
 
 GROUP = gl.constexpr(8)  # tiles below each other that share what is read of W
@@ -35,7 +36,7 @@ PREFETCH = gl.constexpr(4)  # by how many steps words come before x does
 @gluon.constexpr_function
 def is_e2m1(scale):
     """Whether elements are e2m1, without a table."""
-    return scale in ("e8m0", "e4m3")
+    return scale in ("e8m0", "e4m3", "e4m3 alone")
 
 
 @gluon.constexpr_function
@@ -239,6 +240,8 @@ def _tile(
             for p in gl.static_range(1, SPLIT_K):
                 acc += gl.load(sums_ptr + p * (BLOCK_N * BLOCK_M) + offs, cache_modifier=".cg")
     if is_last:
+        if SCALE == "e4m3 alone":
+            acc *= scale_of_rows(element0 + n0 * K, N - n0, K, nested_absmax_ptr, mma, BLOCK_N)[:, None]
         if bias_ptr is not None:
             c_n = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, mma))
             bias = gl.load(bias_ptr + expert.to(gl.int64) * width + c_n, mask=c_n < width, other=0.0)

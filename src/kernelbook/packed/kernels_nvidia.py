@@ -9,7 +9,7 @@ what they have, always in the same order. No warp waits for another before.
     load the words of DEPTH groups  |  group i:  load its x and the words of group i + DEPTH, decode, multiply
 
 A lane's words have one scale, which multiplies the elements: then the instruction may sum over many blocks, and the same
-lines serve blocks of any size.
+lines serve blocks of any size. NVFP4's float32, which is the same along a row, multiplies the sum.
 
 Bytes: W once, x from the L1 cache for each ROWS rows of W. Needs GPUs with ``mma.sync`` for 16-bit numbers (sm_80 and
 later), x of 16 bits with aligned rows, K in multiples of 64. No low-rank product: it is left to ``kernels_hopper``.
@@ -20,7 +20,7 @@ import triton.experimental.gluon as gluon
 import triton.experimental.gluon.language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from kernelbook.packed.kernels import decoded, scale_of, stored_scale, table
+from kernelbook.packed.kernels import NESTED_BLOCK, decoded, scale_of, stored_scale, table
 
 
 @gluon.constexpr_function
@@ -39,6 +39,22 @@ def _words_layout(warps, rows, words):
     registers = _bases(4, 3, 1, words) + _bases(4, 1, 8, rows)
     lanes = _bases(4, 2, 1, 4) + _bases(4, 1, 1, 8)
     return gl.DistributedLinearLayout(registers, lanes, _bases(4, 0, 1, warps), [], [warps, rows, 4, words])
+
+
+@gluon.jit
+def scale_of_rows(element0, count, length, nested_absmax_ptr, layout: gl.constexpr, ROWS: gl.constexpr):
+    """NVFP4's float32 of ROWS rows from element0 (64-bit) on, with the 2^7 of "e4m3 alone"; NaN where a row has several.
+
+    ``count``: of rows that exist. ``length``: of a row, ``ALONE_LENGTH`` at most. ``layout``: of a tile of two dimensions, the first one the rows.
+    """
+    BLOCK: gl.constexpr = 16 * NESTED_BLOCK
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))[:, None]
+    at = gl.arange(0, 8, layout=gl.SliceLayout(0, layout))[None, :]
+    start = element0 + rows.to(gl.int64) * length
+    last = (start + length - 1) // BLOCK
+    found = gl.load(nested_absmax_ptr + gl.minimum(start // BLOCK + at, last), mask=rows < count, other=0.0)
+    low = gl.min(found, axis=1)
+    return gl.where(low == gl.max(found, axis=1), low * 128.0, float("nan"))
 
 
 @gluon.jit
@@ -87,7 +103,7 @@ def _few_rows_kernel(
     X_GROUPED: gl.constexpr, Y_GROUPED: gl.constexpr, EVEN: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, SCALE: gl.constexpr,
     BLOCK_M: gl.constexpr, ROWS: gl.constexpr, WORDS: gl.constexpr, DEPTH: gl.constexpr, WARPS: gl.constexpr,
-    PARTS: gl.constexpr,
+    PARTS: gl.constexpr, FAR: gl.constexpr,  # of e2m1: elements are multiplied in the order that is soonest decoded
 ):  # fmt: skip
     """BLOCK_M rows of x times ROWS rows of W. A lane reads WORDS words side by side, of one block, DEPTH groups ahead."""
     dtype: gl.constexpr = x_ptr.dtype.element_ty
@@ -180,13 +196,19 @@ def _few_rows_kernel(
             )  # fmt: skip
             next_words += (new_words,)
             next_scales += (new_scale,)
-            w = decoded(words[d], gl.expand_dims(scales[d], 3), values, dtype, SCALE)
+            w = decoded(words[d], gl.expand_dims(scales[d], 3), values, dtype, SCALE, FAR)
             # (warp, row, lane, i, pair, half of a word, half of a pair) -> (warp, row, (i, lane, element))
             w = gl.reshape(gl.permute(w, (0, 1, 3, 2, 5, 4, 6)), (WARPS, ROWS, GROUP))
+            if FAR:  # (half of a word, element) -> (element, half)
+                x = gl.permute(gl.reshape(x, (WARPS, GROUP // 8, 2, 4, BLOCK_M)), (0, 1, 3, 2, 4))
+                x = gl.convert_layout(gl.reshape(x, (WARPS, GROUP, BLOCK_M)), right)
             acc = mma_v2(gl.convert_layout(w, left, assert_trivial=True), x, acc)
         words = next_words
         scales = next_scales
-    y = gl.where(exists, gl.sum(acc, axis=0), 0.0)  # (ROWS, BLOCK_M)
+    y = gl.sum(acc, axis=0)  # (ROWS, BLOCK_M)
+    if SCALE == "e4m3 alone":
+        y *= scale_of_rows(row0 * K, N - n0, K, nested_absmax_ptr, result, ROWS)[:, None]
+    y = gl.where(exists, y, 0.0)
     out_n = n0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, result))
     if bias_ptr is not None:
         bias_ptrs = bias_ptr + expert * N + out_n

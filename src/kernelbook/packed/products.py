@@ -67,6 +67,8 @@ HEIGHTS = (16, 32, 128, 256)  # of the tiles that a routing has to list
 SKINNY_ROWS = 6.0
 SKINNY = {"BLOCK_M": 8, "ROWS": 32, "DEPTH": 1, "WARPS": 4}
 SKINNY_ROWS_OF_ONE = 16  # so do the warps of a single matrix, up to so many rows: see `few_of_one`
+ALONE_LENGTH = 7 * 4096  # of rows of NVFP4 whose float32 multiplies the sum: kernels compare eight of them
+SKINNY_ROWS_OF_NVFP4 = 32  # of NVFP4, with 16 elements a scale: the other kernel's threads have more scales to convert
 # Otherwise tiles are decoded beside the tensor cores, up to so many rows a matrix in these tiles. HALVES is how many times a
 # tile may be halved where that is enough.
 GEMM = (
@@ -104,14 +106,18 @@ def decodes_on_the_way(rows: int, experts: int, properties: runtime.DeviceProper
 
 
 def few_of_one(rows: int, n: int, scale: str, sms: int) -> dict[str, int]:
-    """-> the tiles of up to ``SKINNY_ROWS_OF_ONE`` rows and a single matrix, (N, K) as stored."""
-    height = 8 if rows <= 8 else 16
+    """-> the tiles of up to 32 rows and a single matrix, (N, K) as stored."""
+    height = next(h for h in (8, 16, 32) if rows <= h)
     full = n >= 64 * sms  # four programs a multiprocessor, of 16 rows of W: they hide each other's waiting
-    # Sixteen rows of x take longer to read than MXFP4 to decode: with twice the rows of W they are read half as often.
-    rows_of_w = 32 if full and height == 16 and scale == "e8m0" else 16
-    # How many groups are on their way: MXFP4 is decoded soonest; NVFP4's are half as long, and need more where programs are few.
-    depth = 1 if scale == "e8m0" else 4 if scale == "e4m3" and height == 8 and not full else 2
-    return {"BLOCK_M": height, "ROWS": rows_of_w, "DEPTH": depth, "WARPS": 4 if full else 8}
+    # Many rows of x take longer to read than W to decode: with twice the rows of W they are read half as often.
+    rows_of_w = 32 if height == 32 or (full and height == 16 and scale == "e8m0") else 16
+    # Groups on their way; MXFP4's are soonest decoded.
+    depth = 1 if scale == "e8m0" and (height == 16 or not full) else 2
+    if scale == "e4m3" and height < 32:  # groups are half as long: more where programs are few
+        depth = 1 if full else 4
+    # Where programs are few, MXFP4 waits longer for x in another order than it saves.
+    far = scale == "e4m3" or (scale == "e8m0" and full)
+    return {"BLOCK_M": height, "ROWS": rows_of_w, "DEPTH": depth, "WARPS": 4 if full else 8, "FAR": far}
 
 
 def many_of_one(rows: int, n: int, k: int, scale: str, sms: int) -> tuple[dict[str, int], int] | None:
@@ -119,7 +125,10 @@ def many_of_one(rows: int, n: int, k: int, scale: str, sms: int) -> tuple[dict[s
     if rows <= HEIGHT_OF_ONE:
         height = max(16, 1 << (rows - 1).bit_length())
         longer = {"BLOCK_K": 128} if height <= 32 else {}  # fewer barriers, where x leaves the room
-        return GEMM_OF_ONE | longer | {"BLOCK_M": height}, split_of_k(n, k, sms)
+        parts = split_of_k(n, k, sms)
+        # So many rows of x are read half as often by wide tiles, if these all run at once.
+        wider = {"BLOCK_N": 128} if height == 128 and parts == 1 and n <= 128 * sms else {}
+        return GEMM_OF_ONE | longer | wider | {"BLOCK_M": height}, parts
     tiles = cdiv(rows, GEMM_OF_FULL["BLOCK_M"]) * cdiv(n, GEMM_OF_FULL["BLOCK_N"])
     # Fewer than four for five multiprocessors leave too many idle. NVFP4's scales cost too much at this height.
     if rows > ROWS_OF_ONE or 5 * tiles < 4 * sms or scale == "e4m3":
@@ -157,12 +166,15 @@ def plan(
     if k % 64 or width % 8 or length % 16:
         return None
     mean = rows / min(experts, rows) if routed else rows
-    packing: dict[str, Any] = {"BLOCK_SIZE": block_size, "SCALE": scale}
+    # A sum over rows, or with a low-rank product in it, has no float32 of its own.
+    alone = scale == "e4m3" and not by_row and not rank and k <= ALONE_LENGTH
+    packing: dict[str, Any] = {"BLOCK_SIZE": block_size, "SCALE": "e4m3 alone" if alone else scale}
     tailored = not properties.same_bits  # to the number of rows
     single = tailored and not routed and not (by_row or rank or has_bias)
-    few = (single and rows <= SKINNY_ROWS_OF_ONE) or (tailored and routed and mean <= SKINNY_ROWS)
+    few_rows = SKINNY_ROWS_OF_NVFP4 if scale == "e4m3" else SKINNY_ROWS_OF_ONE
+    few = (single and rows <= few_rows) or (tailored and routed and mean <= SKINNY_ROWS)
     if few and not by_row and not rank:
-        tiles = SKINNY if routed else few_of_one(rows, n, scale, properties.num_sms)
+        tiles = SKINNY | {"FAR": scale == "e4m3"} if routed else few_of_one(rows, n, scale, properties.num_sms)
         words = min(4, block_size // 8)  # of a lane, with one scale
         parts = HEIGHTS[0] // tiles["BLOCK_M"] if routed else 1
         skinny = launcher(

@@ -58,7 +58,8 @@ def _capture(call: Callable[[], Any], stream: torch.cuda.Stream, pool: Any) -> t
         _mend(generator)
         generator.set_state(numbers)
         cause = first or error
-        raise RuntimeError(f"{_line_of(cause)}: {_first_line(cause)}") from cause
+        said = str(cause).strip().splitlines() or [type(cause).__name__]
+        raise RuntimeError(f"{_line_of(cause)}: {said[0]}") from cause
     return graph, out
 
 
@@ -130,11 +131,6 @@ def _line_of(error: BaseException) -> str:
         return "no line of Python's"
     frame = own[-1]
     return f"{frame.filename}:{frame.lineno}, in {frame.name}, `{frame.line}`"
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return text[0] if text else type(error).__name__
 
 
 class Captured:
@@ -480,7 +476,8 @@ class FixedInputs:
         Tensors may stand in dictionaries, lists, tuples and named tuples. Every other value is hashable.
         """
         found, shape = tree_flatten_with_path((tuple(args), dict(kwargs)))
-        kinds = [(keystr(path[1:]), _kind_of(value)) for path, value in found]
+        about = ((v.shape, v.dtype) if isinstance(v, torch.Tensor) else (type(v), v) for _, v in found)
+        kinds = [(keystr(path[1:]), value) for (path, _), value in zip(found, about, strict=True)]
         kind = ("batch", (("structure", str(shape)), *kinds))
         tensors = [value for _, value in found if isinstance(value, torch.Tensor)]
         if kind not in self._sets:
@@ -494,7 +491,3 @@ class FixedInputs:
         fixed = iter(own)
         leaves = [next(fixed) if isinstance(value, torch.Tensor) else value for _, value in found]
         return (kind, number), *tree_unflatten(leaves, shape)
-
-
-def _kind_of(value: Any) -> Hashable:
-    return (value.shape, value.dtype) if isinstance(value, torch.Tensor) else (type(value), value)

@@ -72,10 +72,8 @@ def train(given: argparse.Namespace) -> int:
     try:
         try:
             trainer = _trainer(given)
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:  # PyTorch refuses sizes that it cannot have in many ways
-            if runtime.debug_enabled():
+            if runtime.debug_enabled() or isinstance(error, torch.OutOfMemoryError):
                 raise
             print(f"train: {error or type(error).__name__}", file=sys.stderr)
             return 2
