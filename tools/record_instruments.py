@@ -702,6 +702,12 @@ def _tickets_kernel(
         tl.store(y_ptr + offs, sums[0])
 
 
+def show_ticket(frames: Frames, program: int, drawn: int, shares: int) -> None:
+    """A program draws a ticket, so that so many are drawn."""
+    rest = "It is the last one: all parts are there." if drawn == shares else "Others are to come: it ends."
+    frames.show(f"Program {program} draws ticket {drawn - 1}. {rest}", ["tickets", 0, "abcd"[program], [str(drawn)]])
+
+
 def scatter_ffn() -> Recording:
     """Four programs draw tickets in three orders; the package's helpers say who is last, and add up."""
     split, block = 4, 8
@@ -722,13 +728,8 @@ def scatter_ffn() -> Recording:
             if access.tensor == "tickets" and access.kind == "store":
                 frames.show(f"Program {program} sets the counter back to 0.", ["tickets", 0, code, ["0"]])
             elif access.tensor == "tickets":
-                drawn += 1
-                note = f"Program {program} draws ticket {drawn - 1}."
-                note += (
-                    " It is the last one: all parts are there." if drawn == split else " Others are to come: it ends."
-                )
-                frames.show(note, ["tickets", 0, code, [str(drawn)]])
-                last = program
+                drawn, last = drawn + 1, program
+                show_ticket(frames, program, drawn, split)
             elif access.tensor == "y":
                 frames.show(f"Program {program} writes the total.", ["y", 0, code * block])
             elif access.kind == "store":
@@ -851,13 +852,7 @@ def attention_decoding() -> Recording:
                 )
             elif access.kind == "atomic":
                 drawn += 1
-                note = f"It draws ticket {drawn - 1}."
-                note += (
-                    " That is the last: all parts are there."
-                    if drawn == shares
-                    else " Others are still missing, so it ends."
-                )
-                frames.show(note, ["tickets", 0, mine, [str(drawn)]])
+                show_ticket(frames, program, drawn, shares)
             elif access.tensor == "tickets" and access.kind == "store":
                 frames.show("It puts the counter back to zero for the next launch.", ["tickets", 0, ".", ["0"]])
             elif access.tensor == "o":

@@ -63,9 +63,6 @@ class Fault:
     end: int
     text: str
 
-    def planted(self, source: bytes) -> bytes:
-        return source[: self.start] + self.text.encode() + source[self.end :]
-
 
 # --- what can be planted --------------------------------------------------------------------------------------------
 
@@ -367,7 +364,8 @@ def shown(fault: Fault, tests: list[str], limit: float) -> tuple[str, str]:
     with tempfile.TemporaryDirectory() as scratch:
         src = Path(shutil.copytree(ROOT / "src", Path(scratch) / "src"))
         path = src / "kernelbook" / fault.file
-        path.write_bytes(fault.planted(path.read_bytes()))
+        source = path.read_bytes()
+        path.write_bytes(source[: fault.start] + fault.text.encode() + source[fault.end :])
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
         how: dict[str, Any] = {"cwd": ROOT, "env": environment(src), "capture_output": True, "text": True}
         try:
