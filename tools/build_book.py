@@ -40,7 +40,15 @@ QUICK = (
     "import gc; gc.freeze(); gc.set_threshold(100_000, 20, 100); del gc"
 )
 # What decides the outputs of a notebook beside itself.
-DECIDING = ("src", "bench", "book/results", "book/evidence", "book/compiled.csv", "book/moe_lora_orders.csv", "requirements.txt")
+DECIDING = (
+    "src",
+    "bench",
+    "book/results",
+    "book/evidence",
+    "book/compiled.csv",
+    "book/moe_lora_orders.csv",
+    "requirements.txt",
+)
 
 
 def digest_of_sources() -> str:
