@@ -10,11 +10,15 @@ from kernelbook.nn.swiglu import ClampedSwiGLU
 __all__ = ["Experts", "GptOssExperts", "LayerNorm", "LlamaRMSNorm", "RMSNorm"]
 
 
-class LayerNorm(torch.nn.Module):
-    """``torch.nn.LayerNorm``."""
+class _Layer(torch.nn.Module):
+    """A layer that can be trained and compiled."""
 
     has_backward = True
     can_torch_compile = True
+
+
+class LayerNorm(_Layer):
+    """``torch.nn.LayerNorm``."""
 
     weight: torch.Tensor | None
     bias: torch.Tensor | None
@@ -25,11 +29,8 @@ class LayerNorm(torch.nn.Module):
         return layer_norm(input, self.weight, self.bias, self.eps, normalized_shape=self.normalized_shape)
 
 
-class RMSNorm(torch.nn.Module):
+class RMSNorm(_Layer):
     """``torch.nn.RMSNorm`` over one dimension."""
-
-    has_backward = True
-    can_torch_compile = True
 
     weight: torch.Tensor | None
     eps: float | None
@@ -40,11 +41,8 @@ class RMSNorm(torch.nn.Module):
         return y
 
 
-class LlamaRMSNorm(torch.nn.Module):
+class LlamaRMSNorm(_Layer):
     """The RMSNorm of Llama, Qwen and their relatives in transformers."""
-
-    has_backward = True
-    can_torch_compile = True
 
     weight: torch.Tensor
     variance_epsilon: float
@@ -55,11 +53,8 @@ class LlamaRMSNorm(torch.nn.Module):
         return y
 
 
-class Experts(torch.nn.Module):
+class Experts(_Layer):
     """Experts with SwiGLU as transformers keeps them: ``gate_up_proj`` (E, 2 I, H) and ``down_proj`` (E, H, I)."""
-
-    has_backward = True
-    can_torch_compile = True
 
     gate_up_proj: torch.Tensor
     down_proj: torch.Tensor
@@ -70,14 +65,11 @@ class Experts(torch.nn.Module):
         return gated_experts(hidden_states, self.gate_up_proj, self.down_proj, top_k_index, top_k_weights)
 
 
-class GptOssExperts(torch.nn.Module):
+class GptOssExperts(_Layer):
     """gpt-oss' experts as transformers keeps them: ``gate_up_proj`` (E, H, 2 I) and ``down_proj`` (E, I, H), with biases.
 
     Or in the checkpoint's own 4 bits, with ``fp4_tensor(blocks, scales)`` in the place of each parameter.
     """
-
-    has_backward = True
-    can_torch_compile = True
 
     gate_up_proj: torch.Tensor | NF4Tensor
     gate_up_proj_bias: torch.Tensor

@@ -70,16 +70,3 @@ def test_places_of_more_tokens_than_a_block_has() -> None:
         assert torch.equal(places[:, rank], torch.where(goes, goes.cumsum(0) - 1, -1).int())
         assert torch.equal(firsts[:, rank], (here.cumsum(0) - here).int())
         assert counts[rank].tolist() == [int(goes.sum()), int(here.sum())]
-
-
-def test_slots_for_this_ranks_experts_among_everybodys() -> None:
-    """Ids of all experts, and of none."""
-    tokens, slots, experts, first, own = 400, 3, 7, 2, 3
-    x, gates = torch.randn(tokens, 8, device=runtime.DEVICE), torch.rand(tokens, slots, device=runtime.DEVICE)
-    message = exchange._Message.empty(tokens, x, gates)
-    message.weights.copy_(gates)
-    message.ids[:, :slots] = torch.randint(-2, experts + 3, (tokens, slots), device=x.device)
-    weights, ids = exchange._own(message, first, own)
-    there = message.ids[:, :slots]
-    mine = (there >= first) & (there < first + own)
-    assert torch.equal(weights, gates) and torch.equal(ids, torch.where(mine, there - first, own))

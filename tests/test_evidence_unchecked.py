@@ -6,7 +6,6 @@ Each is as if it were not there; memory is watched meanwhile.
 import kernelbook as kb
 
 # isort: split
-
 import pytest
 import torch
 from tensors import label, randn

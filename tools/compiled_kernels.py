@@ -4,11 +4,9 @@ It writes tests/compiled_reports.csv, in which tests/test_compiles.py looks befo
 page "Compiled" shows. What did not change is not compiled again.
 """
 
-import argparse
 import importlib
 import itertools
 import os
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -174,9 +172,8 @@ def write_reports(kernels: Sequence[Any]) -> None:
     record.replace_file(REPORTS, table.to_csv(index=False, lineterminator="\n"))
 
 
-def main() -> int:
+def main() -> None:
     """Writes both files."""
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     jobs = itertools.product([[room] for room in ROOMS], ALIKE)
     kernels: list[CompiledKernel] = []
     before = [SimpleNamespace(**row) for row in read_reports(REPORTS).values()]
@@ -188,8 +185,7 @@ def main() -> int:
     write_reports(kernels)
     table(REPORTS).to_csv(TABLE, index=False, lineterminator="\n")
     print(f"{len(kernels)} kernels, {sum(not kernel.stored for kernel in kernels)} of them compiled anew")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -5,13 +5,11 @@ is left out. Everything comes from book/results; the picture keeps a digest of t
 compares it.
 """
 
-import argparse
 import hashlib
 from pathlib import Path
 
 import matplotlib as mpl
 import pandas as pd
-from matplotlib.figure import Figure
 
 from kernelbook.lab import plots, record
 
@@ -43,7 +41,8 @@ def steps() -> list[tuple[str, float]]:
     return found
 
 
-def _figure() -> Figure:
+def draw() -> None:
+    """Writes the picture."""
     mpl.rcParams.update({"svg.hashsalt": "kernelbook", "svg.fonttype": "path"})
     shown, first = steps(), rows().iloc[0]
     figure, (ax,) = plots.new_figure(width=5.4, height=0.42 * len(shown) + 0.9)
@@ -57,17 +56,11 @@ def _figure() -> Figure:
     ax.grid(axis="y", visible=False)
     size = " by ".join(f"{int(pair.split('=')[1]):,}" for pair in first["shape"].split())
     ax.set_xlabel(f"softmax of {size} numbers on an {first['gpu']}\nmicroseconds: shorter is better")
-    return figure
-
-
-def draw() -> None:
-    """Writes the picture."""
     description = f"drawn from rows {digest()} of book/results by tools/first_figure.py"
     metadata = {"Date": None, "Description": description}
-    _figure().savefig(PICTURE, metadata=metadata, bbox_inches="tight", facecolor="white")
+    figure.savefig(PICTURE, metadata=metadata, bbox_inches="tight", facecolor="white")
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     draw()
     print(PICTURE)

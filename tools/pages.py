@@ -359,8 +359,7 @@ def _lighten(app: Any, exception: Exception | None) -> None:
     for page in out.rglob("*.html"):
         text = page.read_text(encoding="utf-8")
         used |= set(ICON.findall(text))
-        # With a button that starts a server, its client stays, once.
-        parts = UNUSED.sub("", text) if "initThebeSBT()" not in text else text
+        parts = UNUSED.sub("", text)
         if page.name != "search.html":
             parts = SEARCH.sub("", parts)
         parts = parts.replace(

@@ -15,7 +15,6 @@ import ast
 import contextlib
 import dataclasses
 import json
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -379,11 +378,10 @@ def attention_online() -> Recording:
         }
         runs.append(frames.as_run(name, facts))
     first = runs[1]["facts"]["tiles that shrink the sum"]
-    choices = ["none of the other three", "one of them", "all three"]
     return {
         "title": "The state of an online softmax",
         "question": "The largest scores come in the first tile. How many of the later tiles make it shrink what was summed so far?",
-        "choices": choices,
+        "choices": ["none of the other three", "one of them", "all three"],
         "answer": {0: 0, 1: 1, 3: 2}[first],
         "asked": 1,
         "because": "A factor below 1 is needed where the maximum grows. The result is the same in every order.",
@@ -417,13 +415,8 @@ def attention_causal() -> Recording:
             row, column = access.program[0], access.elements[0] // (side * d)
             whole = (column + 1) * side - 1 <= row * side + s - n  # even the first query sees its last key
             nobody = column * side > row * side + side - 1 + s - n
-            code, what = (
-                ("x", "computed for nothing")
-                if nobody
-                else ("a", "all seen")
-                if whole
-                else ("b", "seen in part, masked")
-            )
+            code = "x" if nobody else "a" if whole else "b"
+            what = {"x": "computed for nothing", "a": "all seen", "b": "seen in part, masked"}[code]
             note = f"Program {row}, tile {column} of the keys: {what}."
             frames.show(note, ["tiles", row * columns + column, code])
         facts = {"tiles": rows * columns, "visited": len(seen), "share": f"{len(seen) / (rows * columns):.0%}"}
@@ -484,12 +477,11 @@ def choosing_tiles() -> Recording:
         runs.append(frames.as_run(f"{config[0]} by {config[1]}, {warps} warps", facts))
     fastest = min(range(len(measured)), key=lambda i: measured[i][1])
     shares = [share for share, _ in measured]
-    answer = 0 if shares[fastest] == max(shares) else 1
     return {
         "title": "Programs on one multiprocessor of an H200",
         "question": "Six tiles for one product. Does the one with the highest occupancy take the least time?",
         "choices": ["yes", "no"],
-        "answer": answer,
+        "answer": 0 if shares[fastest] == max(shares) else 1,
         "asked": 4,
         "because": f"The fastest of the six, {runs[fastest]['name']}, fills {shares[fastest]:.0%} of the places for warps; the fullest fills {max(shares):.0%}.",
         "control": "tile",
@@ -543,11 +535,10 @@ def nf4() -> Recording:
         facts = {"loads of a byte": asked["packed"], "loads of a scale": asked["absmax"], "outputs a lane": each}
         runs.append(frames.as_run(name, facts))
     simple = runs[0]["facts"]["loads of a byte"]
-    choices = ["8: there are eight bytes", "16: one for each element", "32: a byte and a scale each"]
     return {
         "title": "Sixteen numbers out of eight bytes",
         "question": "Each lane makes one element, and fetches its byte itself. How many loads of a byte is that for sixteen elements?",
-        "choices": choices,
+        "choices": ["8: there are eight bytes", "16: one for each element", "32: a byte and a scale each"],
         "answer": [8, 16, 32].index(simple),
         "asked": 0,
         "because": "Two lanes load the same byte and take another half of it. A lane that keeps both halves loads half as often.",
@@ -677,11 +668,10 @@ def sparse_linear() -> Recording:
         runs.append(frames.as_run(f"{len(active)} of {chunks} active", facts))
     quarter, full = runs[1]["facts"], runs[3]["facts"]
     assert [name for name in full if 4 * quarter[name] != full[name]] == ["elements of X that are read"]
-    choices = ["what is read of dY", "what is read of X", "the multiplications"]
     return {
         "title": "The gradient of the weight, a chunk a program",
         "question": "Two of eight chunks are active. Which of these is not a quarter of what it would be with all of them?",
-        "choices": choices,
+        "choices": ["what is read of dY", "what is read of X", "the multiplications"],
         "answer": 1,
         "asked": 1,
         "because": "Every active feature's gradient needs all of X. So X is what the sparse kernel cannot save.",
@@ -712,6 +702,12 @@ def _tickets_kernel(
         tl.store(y_ptr + offs, sums[0])
 
 
+def show_ticket(frames: Frames, program: int, drawn: int, shares: int) -> None:
+    """A program draws a ticket, so that so many are drawn."""
+    rest = "It is the last one: all parts are there." if drawn == shares else "Others are to come: it ends."
+    frames.show(f"Program {program} draws ticket {drawn - 1}. {rest}", ["tickets", 0, "abcd"[program], [str(drawn)]])
+
+
 def scatter_ffn() -> Recording:
     """Four programs draw tickets in three orders; the package's helpers say who is last, and add up."""
     split, block = 4, 8
@@ -732,13 +728,8 @@ def scatter_ffn() -> Recording:
             if access.tensor == "tickets" and access.kind == "store":
                 frames.show(f"Program {program} sets the counter back to 0.", ["tickets", 0, code, ["0"]])
             elif access.tensor == "tickets":
-                drawn += 1
-                note = f"Program {program} draws ticket {drawn - 1}."
-                note += (
-                    " It is the last one: all parts are there." if drawn == split else " Others are to come: it ends."
-                )
-                frames.show(note, ["tickets", 0, code, [str(drawn)]])
-                last = program
+                drawn, last = drawn + 1, program
+                show_ticket(frames, program, drawn, split)
             elif access.tensor == "y":
                 frames.show(f"Program {program} writes the total.", ["y", 0, code * block])
             elif access.kind == "store":
@@ -861,13 +852,7 @@ def attention_decoding() -> Recording:
                 )
             elif access.kind == "atomic":
                 drawn += 1
-                note = f"It draws ticket {drawn - 1}."
-                note += (
-                    " That is the last: all parts are there."
-                    if drawn == shares
-                    else " Others are still missing, so it ends."
-                )
-                frames.show(note, ["tickets", 0, mine, [str(drawn)]])
+                show_ticket(frames, program, drawn, shares)
             elif access.tensor == "tickets" and access.kind == "store":
                 frames.show("It puts the counter back to zero for the next launch.", ["tickets", 0, ".", ["0"]])
             elif access.tensor == "o":
@@ -976,11 +961,10 @@ def together() -> Recording:
         fits = "yes" if at < gpu else f"no: {at / gpu:.1f} times as much"
         runs.append(frames.as_run(name, {"GiB": f"{at:.1f}", f"fits a GPU of {gpu} GB": fits}))
     share = total["4 bits, frozen"] / total["bfloat16, frozen"]
-    choices = ["exactly a quarter", "a bit more than a quarter", "half"]
     return {
         "title": "The experts of a 30B model, in GiB",
         "question": "From bfloat16 to four bits with a float32 scale for each 64: how much is left?",
-        "choices": choices,
+        "choices": ["exactly a quarter", "a bit more than a quarter", "half"],
         "answer": 0 if share == 0.25 else 1 if share < 0.35 else 2,
         "asked": 1,
         "because": f"It is {share:.1%}: the codes are a quarter, and the scales come on top.",
@@ -1264,19 +1248,14 @@ def written(recording: Recording) -> str:
     return json.dumps(recording, ensure_ascii=False, separators=(",", ":")) + "\n"
 
 
-def main(arguments: list[str]) -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="name", help="of an instrument; without one, all")
-    names = parser.parse_args(arguments).names
-    if unknown := set(names) - set(RECORDINGS):
-        parser.error(f"no such instrument: {', '.join(sorted(unknown))}; there are {', '.join(RECORDINGS)}")
-    OUT.mkdir(parents=True, exist_ok=True)
-    for name in names or RECORDINGS:
+    parser.add_argument("names", nargs="*", metavar="name", help=f"without one, all: {', '.join(RECORDINGS)}")
+    for name in parser.parse_args().names or RECORDINGS:
         text = written(RECORDINGS[name]())
         (OUT / f"{name}.json").write_text(text, encoding="utf-8")
         print(f"{name}: {len(text.encode()) / 1024:.1f} kB")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main()

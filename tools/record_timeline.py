@@ -5,8 +5,6 @@ A copy of the kernel stores the clock around each wait and each product. One pro
 book/results/<gpu>/gluon_timeline.csv and attention_timeline.csv: partition, step, what, and the cycles at which it begins and ends.
 """
 
-import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -137,18 +135,14 @@ def attention_spans() -> pd.DataFrame:
     return spans(clocks[runtime.properties().num_sms // 2].cpu(), ATTENTION_STEPS, ATTENTION_SPANS)
 
 
-def main(arguments: list[str]) -> int:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(
-        arguments
-    )
+def main() -> None:
     for stem, measured in (("gluon", matmul_spans), ("attention", attention_spans)):
         table = measured().assign(**record.environment(f"{stem}_timeline"))
         path = record.results_dir() / record.device_slug() / f"{stem}_timeline.csv"
         table.to_csv(path, index=False, lineterminator="\n")
         cycles = (table["end"] - table["begin"]).groupby([table["partition"], table["what"]]).median()
         print(cycles.to_string(), f"\n{len(table)} spans in {path}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main()

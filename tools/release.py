@@ -35,28 +35,22 @@ def notes(version: str) -> str:
     return section[1].strip() + "\n"
 
 
-def try_archive(archive: Path) -> None:
-    """Install an archive into an empty environment, away from the sources, and run the doctor there."""
-    with tempfile.TemporaryDirectory() as folder:
-        venv.create(folder, with_pip=True)
-        python = str(Path(folder, "bin", "python"))
-        subprocess.run([python, "-m", "pip", "install", "--quiet", str(archive)], check=True, cwd=folder)
-        subprocess.run([python, "-m", "kernelbook", "doctor"], check=True, cwd=folder)
-
-
-def main(arguments: list[str]) -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("version", help="such as 0.2.0")
-    text = notes(parser.parse_args(arguments).version)
+    text = notes(parser.parse_args().version)
     shutil.rmtree(DIST, ignore_errors=True)
     subprocess.run([sys.executable, "-m", "build", "--outdir", str(DIST)], check=True, cwd=ROOT)
     archives = sorted(DIST.iterdir())
     subprocess.run([sys.executable, "-m", "twine", "check", "--strict", *map(str, archives)], check=True)
     for archive in archives:
-        try_archive(archive)
+        with tempfile.TemporaryDirectory() as folder:  # away from the sources
+            venv.create(folder, with_pip=True)
+            python = str(Path(folder, "bin", "python"))
+            subprocess.run([python, "-m", "pip", "install", "--quiet", str(archive)], check=True, cwd=folder)
+            subprocess.run([python, "-m", "kernelbook", "doctor"], check=True, cwd=folder)
     (DIST / "notes.md").write_text(text, encoding="utf-8")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main()

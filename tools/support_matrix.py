@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from kernelbook import runtime
 from kernelbook.cases import FUNCTIONS, Case, Given, collect
+from kernelbook.launch import Launch
 
 ROOT = Path(__file__).resolve().parent.parent
 YES, NO, ERROR = "yes", "no", "error"
@@ -80,19 +81,13 @@ def _forward_mode(case: Case) -> None:
 @contextlib.contextmanager
 def _counting() -> Iterator[list[int]]:
     """Within the context, the first entry counts the kernels that are launched."""
-    count = [0]
-    if runtime.INTERPRET:
-        from triton.runtime.interpreter import GridExecutor as Watched
-    else:
-        from triton.runtime.jit import JITFunction as Watched
-    name = "__call__" if runtime.INTERPRET else "run"
-    launch = getattr(Watched, name)
+    count, launch = [0], Launch.__call__
 
-    def counted(*args: Any, **kwargs: Any) -> Any:
+    def counted(*args: Any) -> None:
         count[0] += 1
-        return launch(*args, **kwargs)
+        launch(*args)
 
-    with mock.patch.object(Watched, name, counted):  # a launcher that sees this leaves the launch to Triton
+    with mock.patch.object(Launch, "__call__", counted):
         yield count
 
 

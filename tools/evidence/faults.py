@@ -63,9 +63,6 @@ class Fault:
     end: int
     text: str
 
-    def planted(self, source: bytes) -> bytes:
-        return source[: self.start] + self.text.encode() + source[self.end :]
-
 
 # --- what can be planted --------------------------------------------------------------------------------------------
 
@@ -367,7 +364,8 @@ def shown(fault: Fault, tests: list[str], limit: float) -> tuple[str, str]:
     with tempfile.TemporaryDirectory() as scratch:
         src = Path(shutil.copytree(ROOT / "src", Path(scratch) / "src"))
         path = src / "kernelbook" / fault.file
-        path.write_bytes(fault.planted(path.read_bytes()))
+        source = path.read_bytes()
+        path.write_bytes(source[: fault.start] + fault.text.encode() + source[fault.end :])
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
         how: dict[str, Any] = {"cwd": ROOT, "env": environment(src), "capture_output": True, "text": True}
         try:
@@ -411,7 +409,7 @@ def explained(fault: Fault, verdict: str) -> dict[str, str]:
     return {"counts_as": verdict, "reason": ""}
 
 
-def main() -> int:
+def main() -> None:
     """Tries a sample of each room, and prints the share that the tests noticed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rooms", nargs="*", default=list(rooms()), choices=list(rooms()))
@@ -426,7 +424,7 @@ def main() -> int:
         watcher = Watcher()
         pytest.main(["-q", "-p", "no:cacheprovider", *given.baseline[1:]], plugins=[watcher])
         Path(given.baseline[0]).write_text(json.dumps(watcher.told))
-        return 0
+        return
     until = time.monotonic() + given.seconds
     (ROOT / "_build" / "faults").mkdir(parents=True, exist_ok=True)
     for room in given.rooms:
@@ -442,8 +440,7 @@ def main() -> int:
         known.loc[room] = line
         known.to_csv(EVIDENCE / "faults.csv", lineterminator="\n")
         print(f"{room}:", ", ".join(f"{value} {name}" for name, value in line.items()), flush=True)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

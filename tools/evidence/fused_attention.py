@@ -4,7 +4,6 @@ In float32, on a CPU. It is why the fuzz of float32 attention has the fused one 
 kernel would not be correct.
 """
 
-import argparse
 import csv
 import itertools
 from collections.abc import Callable
@@ -30,9 +29,6 @@ def gradients(attention: Attention, inputs: list[torch.Tensor], do: torch.Tensor
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("path", type=Path, nargs="?", default=OUT)
-    path = parser.parse_args().path
     torch.manual_seed(0)
     rows: dict[str, tuple[str, float, str, str, str]] = {}
     for n, s, d, size in itertools.product((1, 5, 33, 128), (1, 7, 64, 257), (8, 64), (1.0, 3.0)):
@@ -47,7 +43,7 @@ def main() -> None:
             if name not in rows or verdict.ratio > rows[name][1]:
                 errors = (f"{verdict.error:.1e}", f"{verdict.baseline_error:.1e}")
                 rows[name] = (name, verdict.ratio, *errors, f"{n} queries, {s} keys, {d} features, scale {size}")
-    with path.open("w", newline="") as file:
+    with OUT.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(("gradient", "ratio", "error", "error_with_probabilities", "where"))
         writer.writerows((name, f"{ratio:.1f}", *rest) for name, ratio, *rest in rows.values())

@@ -248,8 +248,8 @@ def kernels_of(calls: Sequence[dict[str, Any]]) -> list[str]:
 def of_tool(tool: str, logs: Sequence[Path], wanted: Counter[str]) -> dict[str, dict[str, Any]]:
     """By room what a tool said; of kernels that rooms share in each of them. A report is a line, and the next says where."""
     text, found = "\n".join(log.read_text(errors="replace") for log in logs), {}
-    lines = re.findall(r"========= (?!COMPUTE|ERROR|RACECHECK|Internal|\s)(.*\n=========\s+.*)", text)
-    reports = [re.sub(r"\n=========\s+(at )?", " ", line) for line in lines]
+    pairs = re.findall(r"========= (?!COMPUTE|ERROR|RACECHECK|Internal|\s)(.*)\n=========\s+(?:at )?(.*)", text)
+    reports = [" ".join(pair) for pair in pairs]
     for room, count in sorted(wanted.items()):
         begun = [call for call in told_in(logs) if call["room"] == room]
         launched = kernels_of(begun)
@@ -284,8 +284,7 @@ def watching(tool: str) -> list[str]:
 def made_in(job: str, part: Any, items: list[str], until: float) -> list[Path]:
     """Make calls under a tool or without, in one process after the other where one does not come to their end -> the logs."""
     logs, before = [], [] if job in PLAIN else watching(job)
-    path = os.pathsep.join([str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     if job == "record":
         environment |= {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
     elif before:  # each tensor in memory of its own, so that its neighbours are not part of it
@@ -335,8 +334,7 @@ def keep(logs: dict[str, list[Path]], wanted: Counter[str]) -> None:
         f"{call['room']}: {call['name']}": {name: call[name] for name in ("repeats", "different")}
         for call in told_in(logs.get("repeats", [])) if call["end"] == "well"
     }  # fmt: skip
-    path.with_suffix(".part").write_text(json.dumps(told, indent=1) + "\n")
-    path.with_suffix(".part").replace(path)
+    record.replace_file(path, json.dumps(told, indent=1) + "\n")
 
 
 def campaign(given: argparse.Namespace, pool: ThreadPoolExecutor) -> None:
