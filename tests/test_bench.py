@@ -16,7 +16,6 @@ from bench import attention, chapters, layer_norm, moe_block, moe_lora, nf4, sca
 from kernelbook import runtime
 from kernelbook.lab import record, stale, timing
 
-
 # --- the command ----------------------------------------------------------------------------------------------------
 
 Run = Callable[..., int]
