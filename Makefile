@@ -34,9 +34,8 @@ stale: $(ENVIRONMENT)
 unit: $(ENVIRONMENT)
 	$(PY) -m pytest -n auto --dist worksteal --ignore tests/test_pages.py $(if $(MARK),-m "$(MARK)")
 
-# The book shows what the tests of notebooks have executed.
-check-book: test-notebooks
-	$(MAKE) book
+# The book is not built where a cell of a chapter fails.
+check-book: book
 	$(MAKE) test-pages
 
 # Opens every page of the built book in Chromium, if there is one.
@@ -78,11 +77,10 @@ evidence-host: $(ENVIRONMENT)
 	cosmic-ray exec tools/evidence/host.toml _build/host.sqlite
 	cr-report _build/host.sqlite
 
-# Every cell of every chapter is a test, by nbval; what a chapter prints is kept for the build of the book where all of them pass.
+# Executes every chapter and keeps what it prints for the book; a cell that fails is an error.
 # make test-notebooks NOTEBOOK=nf4 for one chapter. On a GPU one after the other: some of them take times.
-test-notebooks: export PYTHONPATH := $(CURDIR)/tools:$(PYTHONPATH)
 test-notebooks: $(ENVIRONMENT)
-	$(PY) -m pytest -p keep_executed -n $(if $(shell command -v nvidia-smi),0,auto) --dist loadfile --nbval --nbval-cell-timeout 600 notebooks/$(if $(NOTEBOOK),$(NOTEBOOK).ipynb)
+	$(PY) tools/build_book.py --execute $(NOTEBOOK)
 
 # What needs a GPU says so at once, instead of skipping every test.
 gpu: $(ENVIRONMENT)

@@ -1,4 +1,4 @@
-"""What is measured: the list of benches, and the command that measures them case by case."""
+"""What is measured, and the command that measures it case by case."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -15,21 +15,6 @@ from bench import __main__ as command
 from bench import attention, chapters, layer_norm, moe_block, moe_lora, nf4, scatter_ffn, sparse_linear
 from kernelbook import runtime
 from kernelbook.lab import record, stale, timing
-
-FOLDER = Path(registry.__file__).parent
-
-
-# --- the list -------------------------------------------------------------------------------------------------------
-
-
-def test_every_module_that_makes_a_bench_is_in_the_list() -> None:
-    makes = {path.stem for path in FOLDER.glob("*.py") if "\nBENCH = " in path.read_text()}
-    assert makes == set(registry.NAMES)
-    for one in registry.benches():
-        assert (one.cases is not None) == (one.name in registry.CASE_BY_CASE) == (one.run is None)
-        assert all(stem == one.name or stem.startswith(f"{one.name}_") for stem in one.keys)
-    assert [one.name for one in registry.benches()] == list(registry.NAMES)
-
 
 # --- the command ----------------------------------------------------------------------------------------------------
 

@@ -2,8 +2,6 @@
 
 import copy
 import sys
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +24,7 @@ from kernelbook.train.step import loss_of  # noqa: E402
 GPU = runtime.DEVICE.type == "cuda"
 EVERYWHERE = pytest.mark.gpu if GPU else lambda test: test  # in make test, and in make test-gpu too
 LENGTHS = (24, 17, 24)
-
-
-@pytest.fixture(autouse=True)
-def _quiet_without_a_gpu() -> Iterator[None]:
-    with warnings.catch_warnings():
-        if not GPU:
-            warnings.filterwarnings("ignore", message=".*there is no GPU")
-        yield
+pytestmark = [] if GPU else [pytest.mark.filterwarnings("ignore:.*there is no GPU")]
 
 
 def llama(**changes: Any) -> Any:

@@ -10,7 +10,7 @@ import random
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from kernelbook.train.capture import MANY, CapturedCalls, Fingerprint, FixedInpu
 
 GPU = runtime.DEVICE.type == "cuda"
 # Each test runs in 'make test', eagerly or emulated, and where there is a GPU in 'make test-gpu' too.
-pytestmark = [pytest.mark.gpu] if GPU else []
+pytestmark = [pytest.mark.gpu] if GPU else [pytest.mark.filterwarnings("ignore:.*there is no GPU")]
 VOCABULARY, BATCH, LENGTH = 61, 4, 24
 
 
@@ -108,14 +108,6 @@ def written_out(
             if scheduler is not None:
                 scheduler.step()
     return losses
-
-
-@pytest.fixture(autouse=True)
-def _quiet_without_a_gpu() -> Iterator[None]:
-    with warnings.catch_warnings():
-        if not GPU:
-            warnings.filterwarnings("ignore", message=".*there is no GPU")
-        yield
 
 
 def assert_captured(step: CapturedStep, graphs: int) -> None:

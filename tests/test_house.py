@@ -123,20 +123,12 @@ def test_imports_keep_the_rules() -> None:
     ("path", "line"),
     [
         ("layer_norm/op.py", "from kernelbook.layer_norm.reference import layer_norm_reference"),
-        ("layer_norm/op.py", "from kernelbook.layer_norm import reference"),
         ("layer_norm/kernels.py", "from kernelbook import check"),
-        ("layer_norm/kernels.py", "from kernelbook.lab import timing"),
-        ("interop/transformers.py", "from kernelbook.lab import profiling"),
         ("tensors.py", "import kernelbook.lab.timing"),
-        ("layer_norm/kernels.py", "from kernelbook import launch"),
         ("layer_norm/reference.py", "import triton"),
-        ("layer_norm/reference.py", "from kernelbook import runtime"),
         ("lab/doctor.py", "from bench import layer_norm"),
-        ("layer_norm/op.py", "import pandas"),
         ("check.py", "from kernelbook.layer_norm import layer_norm"),
-        ("lab/timing.py", "import pytest"),
         ("nn/layers.py", "import matplotlib.pyplot as plt"),
-        ("lab/cli.py", "from tests.test_house import imports"),
     ],
 )
 def test_a_forbidden_import_is_found(path: str, line: str) -> None:

@@ -15,7 +15,6 @@ from kernelbook.cases import floats
 from kernelbook.nn import SparseFFN
 from kernelbook.scatter_ffn import ACTIVATIONS, activation_reference, dense_ffn, kernels, scatter_ffn_reference
 from kernelbook.scatter_ffn.cases import CASES
-from kernelbook.study import scatter_ffn_with_atomics
 
 Tensors = dict[str, torch.Tensor]
 
@@ -441,18 +440,3 @@ def test_calls_follow_each_other_closely() -> None:
         # The input comes from a kernel right before, and each output goes into one right after.
         results = [kb.scatter_ffn(**{**network, "x": x * 1.0}, neurons=ids) + 0 for ids in lists]
         assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    (
-        ({"w_up": lambda: randn(60, 39)}, r"w_up must have shape \(60, 40\), got \(60, 39\)"),
-        ({"block_l": 48}, "block_l must be a power of two, got 48"),
-        ({"block_l": 8}, "block_l must be at least 16, got 8"),
-        ({"activation": "tanh"}, "activation must be one of"),
-    ),
-    ids=("shape", "block", "small block", "activation"),
-)
-def test_with_atomics_bad_input(changes: dict[str, Any], message: str) -> None:
-    given = _network(2, 40, 60, 20) | {"neurons": _neurons(60, 4)}
-    refused(scatter_ffn_with_atomics, given, changes, f"scatter_ffn_with_atomics: {message}")

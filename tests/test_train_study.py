@@ -5,15 +5,11 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-import torch
 from torch import nn
 
 from bench import sparse_training as study
-from kernelbook import runtime
 from kernelbook.nn import GPT
 from kernelbook.train import TrainConfig
-from kernelbook.train.chunks import Layout
-from kernelbook.train.schedulers import KnnScheduler
 
 
 def test_operations_are_counted_from_the_model() -> None:
@@ -33,17 +29,6 @@ def test_operations_are_counted_from_the_model() -> None:
     assert saved == pytest.approx(2 * tokens * 0.5 * 2 * 8 * 128 * 128 / 1e9)
     more = study.step_gflop(dataclasses.replace(sparse, sparse_dx="inputs"), 50) - study.step_gflop(sparse, 50)
     assert more == pytest.approx(2 * 3 * 16 * 0.5 * 2 * 5 * 128 * 128 / 1e9)  # attention_out and down of two blocks
-
-
-def test_shuffled_features_are_those_of_other_chunks() -> None:
-    weight = torch.arange(20.0 * 4 * 3, device=runtime.DEVICE).view(80, 3)
-    plain, shuffled = (kind(Layout((20,), (3,))) for kind in (KnnScheduler, study._ShuffledKnn))
-    for scheduler in (plain, shuffled):
-        scheduler.refresh([weight], 4)
-    first, again = plain._features, shuffled._features.clone()
-    assert not torch.equal(again, first) and torch.equal(again.sort(1).values, first.sort(1).values)
-    shuffled.refresh([weight], 4)
-    assert torch.equal(shuffled._features, again)  # the same neighbours, wrong as they are, for the whole run
 
 
 @pytest.mark.gpu

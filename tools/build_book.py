@@ -1,8 +1,7 @@
 """Builds the book into _build/html, every warning an error.
 
 Notebooks, and pages with cells, are executed, as many at a time as there are processors, and what they print is kept in _build/executed. It is used again as long as the
-notebook, the package and what was recorded are what they were: tools/keep_executed.py keeps there what the tests of notebooks execute. --draft builds the pages without
-what is not there yet.
+notebook, the package and what was recorded are what they were. --draft builds the pages without what is not there yet, --execute executes chapters and builds no page.
 """
 
 import argparse
@@ -40,17 +39,22 @@ QUICK = (
     "from kernelbook.lab import remembered_types; remembered_types.remember(); del remembered_types; "
     "import gc; gc.freeze(); gc.set_threshold(100_000, 20, 100); del gc"
 )
-BUILT_FROM = EXECUTED.parent / "built_from"
 # What decides the outputs of a notebook beside itself.
-DECIDING = ("src", "book/results", "book/evidence", "book/compiled.csv", "book/moe_lora_orders.csv", "requirements.txt")
-# What decides the pages.
-PAGES = ("src", "book", "notebooks", "tools", "_config.yml", "_toc.yml", "CHANGELOG.md", "requirements.txt")
+DECIDING = (
+    "src",
+    "bench",
+    "book/results",
+    "book/evidence",
+    "book/compiled.csv",
+    "book/moe_lora_orders.csv",
+    "requirements.txt",
+)
 
 
-def digest_of(names: tuple[str, ...]) -> str:
-    """Return a digest of these files and folders, of this Python, and of whether there is a GPU."""
+def digest_of_sources() -> str:
+    """Return a digest of the files and folders ``DECIDING``, of this Python, and of whether there is a GPU."""
     digest = hashlib.sha256(f"{sys.version} {HAS_GPU}".encode())
-    for place in (ROOT / name for name in names):
+    for place in (ROOT / name for name in DECIDING):
         for path in [place] if place.is_file() else sorted(place.rglob("*")):
             if path.is_file() and path.suffix != ".pyc":
                 digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
@@ -66,7 +70,7 @@ def read(path: Path) -> nbformat.NotebookNode | None:
 
 def open_cache() -> Any:
     """The cache of executed notebooks, emptied if it was filled with other sources."""
-    mark, now = EXECUTED / "sources", digest_of(DECIDING)
+    mark, now = EXECUTED / "sources", digest_of_sources()
     if not mark.exists() or mark.read_text() != now:
         shutil.rmtree(EXECUTED, ignore_errors=True)
         EXECUTED.mkdir(parents=True)
@@ -88,13 +92,12 @@ def is_kept(cache: Any, path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def kernels(*arguments: str) -> Iterator[Path]:
-    """The environment in which notebooks run, kernels with these arguments besides, and a folder that goes with it."""
+def kernels() -> Iterator[Path]:
+    """The environment in which notebooks run, and a folder that goes with it."""
     with tempfile.TemporaryDirectory() as scratch:
         # This very Python, whatever kernel of the same name the user has installed elsewhere.
         quick = [] if HAS_GPU else [f"--IPKernelApp.exec_lines={QUICK}"]
-        extra = ["--log-level=ERROR", *quick, *arguments]
-        write_kernel_spec(Path(scratch, "kernels", "python3"), extra_arguments=extra)
+        write_kernel_spec(Path(scratch, "kernels", "python3"), extra_arguments=["--log-level=ERROR", *quick])
         os.environ["JUPYTER_PATH"] = os.pathsep.join(filter(None, [scratch, os.environ.get("JUPYTER_PATH")]))
         os.environ["PYDEVD_DISABLE_FILE_VALIDATION"] = "1"  # the debugger's warning about frozen modules
         # For what pages import, and Sphinx's extensions, beside this file.
@@ -152,15 +155,15 @@ def write_config(path: Path, cache: Path) -> None:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--draft", action="store_true", help="build pages without executing any")
-    draft = parser.parse_args(arguments).draft
-    notebooks = sorted((ROOT / "notebooks").glob("*.ipynb"), key=lambda path: -path.stat().st_size)
+    parser.add_argument("--execute", nargs="*", metavar="chapter", help="only execute these chapters, or all of them")
+    given = parser.parse_args(arguments)
+    draft, notebooks = given.draft, sorted((ROOT / "notebooks").glob("*.ipynb"), key=lambda path: -path.stat().st_size)
+    if given.execute is not None:
+        with kernels():
+            chosen = [ROOT / "notebooks" / f"{name}.ipynb" for name in given.execute] or notebooks
+            return int(execute_all(chosen, open_cache()) > 0)
     # Sphinx would execute these one after the other.
     pages = [path for path in sorted((ROOT / "book").glob("*.md")) if read(path) is not None]
-    pages_digest = digest_of(PAGES) + os.environ.get("BOOK_ADDRESS", "")
-    if not draft and HTML.exists() and BUILT_FROM.exists() and BUILT_FROM.read_text() == pages_digest:
-        print("The book is built from these very files. Open _build/html/index.html")
-        return 0
-    BUILT_FROM.unlink(missing_ok=True)
     shutil.rmtree(HTML, ignore_errors=True)  # else the pages of removed chapters and old failure reports would stay
     with kernels() as scratch:
         place = EXECUTED
@@ -183,8 +186,6 @@ def main(arguments: list[str]) -> int:
     if code:
         print("The book was not built: see the warnings above.", file=sys.stderr)
     else:
-        if not draft:
-            BUILT_FROM.write_text(pages_digest)
         print("Open _build/html/index.html")
     return code
 

@@ -3,7 +3,7 @@
 - The directive ``instrument`` puts a recording of ``book/_static/instruments`` into the page, with a still picture of it
   for readers without JavaScript and for print. ``book/_static/book.js`` makes it move.
 - The directive ``question`` asks something that takes two minutes, and keeps the answer folded.
-- A step's code cell shows what it changes: lines that the most similar function before it does not have are highlighted.
+- A step's code cell shows what it changes: lines that are marked as new are highlighted.
   Folded is what an author marked, from ``# region WORDS`` to ``# endregion``, by ``book.js``.
 - Exercises and detours at first show their headings only.
 - Long names may break after their underscores and points, and so nowhere else in a table's narrow columns.
@@ -13,9 +13,7 @@
 - Scripts that no page needs are left out: a notebook server's client, the search index on every page, and 1,500 kB of icons of which a dozen are used.
 """
 
-import ast
 import base64
-import difflib
 import hashlib
 import html
 import json
@@ -29,7 +27,6 @@ from sphinx.util.docutils import SphinxDirective
 
 GLOSSARY = "book/notation"
 RECORDINGS = Path(__file__).resolve().parent.parent / "book" / "_static" / "instruments"
-SIMILAR = 0.6  # of two functions: below it, one is another one and not the next step
 
 # What only puts a figure into the text, and remarks to tools that format and check: no reader's.
 UNSHOWN = re.compile(
@@ -48,35 +45,6 @@ def _source(node: nodes.literal_block) -> bool:
     return isinstance(parent, nodes.container) and parent.get("nb_element") == "cell_code_source"
 
 
-def _code(source: str) -> list[str]:
-    """The lines without indentation, remarks and the names of kernels: a line that moved into a loop is no other line."""
-    source = re.sub(r"\b_\w+_kernel\b", "_kernel", source)
-    source = re.sub(r"^def \w+", "def f", source, flags=re.MULTILINE)
-    return [re.sub(r"\s*#.*", "", line).strip() for line in source.splitlines()]
-
-
-def changed_lines(source: str, earlier: list[str]) -> set[int]:
-    """The lines of a function, from 1 on, that the most similar of the ``earlier`` ones does not have; none if none is similar."""
-    after = _code(source)
-    matchers = [difflib.SequenceMatcher(None, _code(before), after, autojunk=False) for before in earlier]
-    matchers = [matcher for matcher in matchers if matcher.ratio() >= SIMILAR]
-    if not matchers:
-        return set()
-    best = max(reversed(matchers), key=lambda matcher: matcher.ratio())
-    found = [range(low + 1, high + 1) for kind, _, _, low, high in best.get_opcodes() if kind != "equal"]
-    return {line for lines in found for line in lines if after[line - 1]}
-
-
-def functions(source: str) -> list[tuple[int, str]]:
-    """The functions at the top of a cell, each with its first line, from 1 on, and its source with decorators."""
-    lines, found = source.splitlines(), []
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.FunctionDef):
-            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-            found.append((first, "\n".join(lines[first - 1 : node.end_lineno])))
-    return found
-
-
 def marked_lines(source: str) -> set[int]:
     """The lines that say "# New", from 1 on, and behind a remark that stands alone what it is a remark on."""
     lines, found = source.splitlines(), set()
@@ -93,35 +61,19 @@ def marked_lines(source: str) -> set[int]:
     return found
 
 
-def highlighted(source: str, earlier: list[str]) -> list[int]:
-    """The lines of a cell that are new in its functions, where lines say so."""
-    found = set()
-    for first, text in functions(source):
-        if "# New" in text:
-            found |= {first - 1 + line for line in marked_lines(text) | changed_lines(text, earlier)}
-    return sorted(found)
-
-
 def mark_changes(doctree: nodes.document) -> None:
-    """Highlights, in functions that mark lines as new, what the most similar function before does not have.
+    """Highlights the lines of kernels' cells that are marked as new.
 
     Lines that hand a number to the text of the page, and remarks to tools that format and check, are no part of the lesson:
     they are left out, of listings too.
     """
-    earlier: list[str] = []
     for block in doctree.findall(nodes.literal_block):
         text = UNSHOWN.sub("", block.astext()).rstrip("\n")
         if text != block.astext() and text:
             block.rawsource = text
             block.children[:] = [nodes.Text(text)]
-        if not _source(block):
-            continue
-        if "@triton.jit" not in text and "@gluon.jit" not in text:
-            continue
-        lines = highlighted(text, earlier)
-        if lines:
-            block.setdefault("highlight_args", {})["hl_lines"] = lines
-        earlier += [source for _, source in functions(text)]
+        if _source(block) and ("@triton.jit" in text or "@gluon.jit" in text) and (lines := marked_lines(text)):
+            block.setdefault("highlight_args", {})["hl_lines"] = sorted(lines)
 
 
 def _definitions(app: Any) -> dict[str, str]:

@@ -121,18 +121,14 @@ def watch(programs: list[int] | None = None, **tensors: torch.Tensor) -> Iterato
         yield seen
 
 
-def cells(name: str, elements: list[int], code: str, words: list[str] | None = None) -> list[list[Any]]:
+def cells(name: str, elements: list[int], code: str) -> list[list[Any]]:
     """Changes of single cells, neighbours together."""
     changes: list[list[Any]] = []
-    for i, element in enumerate(elements):
-        word = words[i] if words else None
-        last = changes[-1] if changes else None
-        if last and last[1] + len(last[2]) == element:
-            last[2] += code
-            if word is not None:
-                last[3].append(word)
+    for element in elements:
+        if changes and changes[-1][1] + len(changes[-1][2]) == element:
+            changes[-1][2] += code
         else:
-            changes.append([name, element, code] + ([[word]] if word is not None else []))
+            changes.append([name, element, code])
     return changes
 
 
@@ -527,7 +523,7 @@ def nf4() -> Recording:
                 *cells("packed", [byte], "a"),
                 *cells("absmax", [scale], "c"),
                 *cells("code", codes[elements].unique().tolist(), "d"),
-                *cells("out", elements, "b", words),
+                ["out", elements[0], "b" * each, words],
             ]
             if lane:
                 change = [["code", 0, "." * 16], *change]

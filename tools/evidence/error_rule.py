@@ -31,18 +31,13 @@ PLANTED: dict[str, Callable[[torch.Tensor, torch.Tensor, float], object]] = {
 }
 
 
-def planted(kind: str, plain: torch.Tensor, ref: torch.Tensor, size: float) -> torch.Tensor:
-    """A wrong result, in PyTorch's dtype."""
-    wrong = plain.double()
-    PLANTED[kind](wrong, ref.square().mean().sqrt(), size)
-    return wrong.to(plain.dtype)
-
-
 def smallest_found(kind: str, ref: torch.Tensor, plain: torch.Tensor, elementwise: bool = True) -> float:
     """By bisection of the size; infinite if none up to a thousand is found."""
 
     def found(size: float) -> bool:
-        verdict = check.compare("out", planted(kind, plain, ref, size), ref, plain)
+        wrong = plain.double()
+        PLANTED[kind](wrong, ref.square().mean().sqrt(), size)
+        verdict = check.compare("out", wrong.to(plain.dtype), ref, plain)
         return not verdict.passed if elementwise else verdict.error > verdict.limit
 
     low, high = 1e-8, 1e3

@@ -1,7 +1,6 @@
 """Runs every kernel under NVIDIA's compute-sanitizer, and 250 times under load: ``book/evidence/<gpu>.json``.
 
     python tools/evidence/sanitize.py --processes 14 --seconds 180
-    python tools/evidence/sanitize.py --list             the calls, and the kernels that none of them launches; needs no GPU
 
 Calls are those of the rooms' ``cases.py``: as few, and as small ones, as launch each kernel with each dtype, and with each value
 of each constant that is a flag or a name. A call that fails, ends the process, or takes longer than a minute, is named, and those
@@ -365,7 +364,6 @@ def campaign(given: argparse.Namespace, pool: ThreadPoolExecutor) -> None:
 def main() -> None:
     """Writes the record of the GPU at hand, and prints what was found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--list", action="store_true", help="only list the calls, and the kernels that none launches")
     parser.add_argument("--jobs", nargs="*", default=["racecheck", "memcheck", "repeats"])
     parser.add_argument("--processes", type=int, default=max(4, (os.cpu_count() or 1) - 2))
     parser.add_argument("--seconds", type=float, default=3600.0)
@@ -375,12 +373,7 @@ def main() -> None:
         return make_calls(given.run[0], given.run[1:])
     LOGS.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(given.processes) as pool:
-        if not given.list:
-            return campaign(given, pool)
-        calls = chosen(pool)
-    for call in calls:
-        print(call["item"], f"{call['size']:,}", *kernels_of([call]))
-    print(f"{len(calls)} calls; kernels of no call: {sorted(every_kernel() - {*kernels_of(calls)})}")
+        campaign(given, pool)
 
 
 if __name__ == "__main__":
