@@ -590,12 +590,19 @@ def _saved(case: Case, given: Given, context: contextlib.AbstractContextManager[
     return _with_gradients(case, given, call=call)
 
 
+def _turned(kept: torch.Tensor) -> torch.Tensor:
+    return kept.mT if kept.ndim > 1 else kept
+
+
 WAYS: dict[str, Callable[[Case, Given], list[torch.Tensor]]] = {
     "checkpoint": lambda case, given: _checkpointed(case, given, False),
     "reentrant checkpoint": lambda case, given: _checkpointed(case, given, True),
     "save_on_cpu": lambda case, given: _saved(case, given, torch.autograd.graph.save_on_cpu()),
     "hooks": lambda case, given: _saved(
         case, given, torch.autograd.graph.saved_tensors_hooks(lambda t: [t.clone()], lambda kept: kept.pop())
+    ),
+    "hooks that return other strides": lambda case, given: _saved(
+        case, given, torch.autograd.graph.saved_tensors_hooks(lambda t: t.mT.contiguous() if t.ndim > 1 else t, _turned)
     ),
     "twice": lambda case, given: _with_gradients(case, given, times=2),
 }

@@ -297,6 +297,9 @@ def test_environment_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     assert runtime.autotune_enabled()
     monkeypatch.setattr(runtime, "DEVICE", torch.device("cpu"))  # the interpreter's times say nothing
     assert not runtime.autotune_enabled()
+    for held in ({}, {"KERNELBOOK_DEBUG": "1"}):  # a dictionary, as others' tests put there
+        monkeypatch.setattr(runtime.os, "environ", held)
+        assert runtime.debug_enabled() == bool(held)
 
 
 @pytest.mark.gpu

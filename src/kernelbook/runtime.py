@@ -428,7 +428,7 @@ def debug_enabled() -> bool:
     # Each call with ids asks, and ``os.environ`` itself takes over a microsecond to say that a variable is not there.
     # What it holds are bytes, on Windows strings; a test may put a plain dictionary in its place.
     held: Any = getattr(os.environ, "_data", os.environ)
-    return b"1" == held.get(b"KERNELBOOK_DEBUG") or "1" == held.get("KERNELBOOK_DEBUG")
+    return bool(held.get(b"KERNELBOOK_DEBUG") == b"1" or held.get("KERNELBOOK_DEBUG") == "1")
 
 
 def autotune_enabled() -> bool:

@@ -109,7 +109,8 @@ def _plan(
     delta_grid = (cdiv(chosen.n_padded, config.kwargs["BLOCK_M"]) * p.b * p.h,)
     config, kernel = kernels.DSINKS_CONFIG, kernels._flash_attention_bwd_sinks_kernel
     dsinks = launcher(kernel, ACC=acc, **config.kwargs, num_warps=config.num_warps)
-    as_they_lie = scaling.queries == 1 and all(map(is_readable, (do, q, k, v, o)))
+    # A hook of saved tensors may have brought an lse with other strides.
+    as_they_lie = scaling.queries == 1 and lse.is_contiguous() and all(map(is_readable, (do, q, k, v, o)))
     return BackwardPlan(as_they_lie, scaling, delta, delta_grid, dsinks, chosen)
 
 
@@ -122,6 +123,7 @@ def _run(
     q = scaling.scale_queries(q)
     if not plan.readable:
         do, q, k, v, o = map(readable, (do, q, k, v, o))
+        lse = lse.contiguous()
     delta = empty((b, h, n_padded), lse.dtype, q)
     padded = lse if dkdv.vectors is None else empty((b, h, n_padded), lse.dtype, q)
     plan.delta(plan.delta_grid, kernel_arg(None, o), kernel_arg(None, do), lse, delta, padded, h, n, n_padded)

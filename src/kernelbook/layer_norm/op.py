@@ -251,6 +251,7 @@ def _plan_backward(
     if x.numel() == 0:
         return None
     as_they_lie = in_rows(x) is x and in_rows(dy) is dy and in_rows(dsum) is dsum and dense(weight) is weight
+    as_they_lie = as_they_lie and statistics.is_contiguous()  # a hook of saved tensors may have brought others
     x, dy, dsum, weight = in_rows(x), in_rows(dy), in_rows(dsum), dense(weight)
     strides = row_stride(x), row_stride(dy), row_stride(dsum)
     m, n, itemsize = x.numel() // x.shape[-1], x.shape[-1], x.element_size()
@@ -281,6 +282,7 @@ def _run_backward(
     (dx, dw, db), (to_dw, to_db) = outputs, outputs[1:]
     if not plan.as_they_lie:
         x, dy, dsum, weight = in_rows(x), in_rows(dy), in_rows(dsum), dense(weight)
+        statistics = statistics.contiguous()
     m, n = x.numel() // x.shape[-1], x.shape[-1]
     x_stride, dy_stride, dsum_stride = plan.strides
     if plan.partials is not None:

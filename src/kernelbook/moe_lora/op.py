@@ -308,7 +308,8 @@ def _run_backward(plan: _BackwardPlan, outputs: tuple[Any, ...], dy: torch.Tenso
         grouped.shrink(plan.shrink, routing, dy, a, d, call.scaling)
     if plan.factors is not None:
         left, right = (None, None) if da is None else (d, x)
-        second: tuple[Any, Any] = (None, None) if db is None else (u, dy)
+        # A hook of saved tensors may have brought a U with other strides.
+        second: tuple[Any, Any] = (None, None) if db is None else (u.contiguous(), dy)
         grouped.wgrad(plan.factors, routing, left, right, gates, da, *second, db)
     if plan.dw is not None:
         grouped.wgrad(plan.dw, routing, x, dy, gates, dw)
