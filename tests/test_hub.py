@@ -53,7 +53,7 @@ def test_what_is_in_it(repositories: list[Path]) -> None:
     folder = repositories[0]
     settings = (folder / "build.toml").read_text().splitlines()
     assert {"[general]", 'name = "kernelbook"', "version = 1", "[torch-noarch]"} <= set(settings)
-    names = ("CARD.md", "LICENSE", "flake.nix", "tests/test_kernelbook.py", "benchmarks/benchmark.py")
+    names = ("CARD.md", "LICENSE", "flake.nix", "example.py", "tests/test_kernelbook.py", "benchmarks/benchmark.py")
     assert all((folder / name).is_file() for name in names)
     package = folder / "torch-ext" / "kernelbook"
     for path in package.rglob("*.py"):
