@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # (kernel, target) -> the most bytes that may be spilled, and why that is accepted. That is what the pinned compiler spills;
 # another one's ptxas spills more of the same kernels, or nothing: in Triton 3.6 up to 840 bytes, in 3.9 2,528 where 2,432 are
 # listed. Of a kernel that is not listed it may spill a few bytes: in Triton 3.6 8 of LayerNorm's backward pass in float64, in
-# 3.9 56 of attention in float32.
+# 3.9 56 of attention in float32, in 3.8 88 of the sparse backward pass on sm_80.
 PINNED = f"triton=={triton.__version__}" in (ROOT / "requirements.txt").read_text()
 OTHERS_SPILL, OTHERS_MORE, OTHERS_FEW = 1024, 1.25, 96
 SPILLS_ALLOWED = {
