@@ -393,8 +393,8 @@ def _paged_problem(b: int, h: int, h_kv: int, n: int, s: int, d: int, page: int,
 
 
 def cases() -> Iterator[timing.Case]:
-    """The named shapes, those that nobody tuned, and sequences from 1,024 to 32,768 at two head sizes, causal or not, forward and backward; a small
-    shape; few queries to contiguous keys and to pages; packed sequences."""
+    """The named shapes, those that nobody tuned, and sequences from 1,024 to 32,768 at two head sizes, causal or not, forward and
+    backward; a small shape; few queries to contiguous keys and to pages; packed sequences."""
     shapes = dict.fromkeys(SHAPES)
     for d in (64, 128):
         for causal in (True, False):

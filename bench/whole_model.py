@@ -497,9 +497,8 @@ class _Session:
             call = _prefill_task(model, plan.batch, self.tokens)
         else:
             call = _step_task(model, plan.batch, self.tokens, graph=plan.graph == "1")
-            calls = (
-                3 if plan.graph == "1" else 1
-            )  # launched one behind the other, as a trainer does: a launch takes milliseconds
+            # A launch takes milliseconds, and a trainer launches a step while the one before runs.
+            calls = 3 if plan.graph == "1" else 1
         if plan.graph == "1" and plan.task != "step":
             call = Captured(call)
         elif plan.graph != "1":
