@@ -6,8 +6,10 @@ import contextlib
 import copy
 import dataclasses
 import enum
+import inspect
 import itertools
 import math
+import re
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -825,6 +827,19 @@ def test_each_property_notices_a_fault(fault: str, monkeypatch: pytest.MonkeyPat
         property_of("planted", *more)
 
 
+def test_each_property_has_a_planted_fault() -> None:
+    planted = {property_of for property_of, *_ in (FAULTS | FAULTS_ON_A_GPU).values()}
+    properties = {
+        value for key, value in globals().items()
+        if key.startswith("test_") and [*inspect.signature(value).parameters][:1] == ["name"]
+    }  # fmt: skip
+    assert properties - planted == {
+        test_what_a_number_is,
+        test_a_compiler_takes_no_other_numbers,
+        test_without_the_mode_rows_have_other_bits,
+    }
+
+
 # --- numbers --------------------------------------------------------------------------------------------------------
 
 Q = torch.randn(1, 1, 20, 16, generator=torch.Generator().manual_seed(0)).to(DEVICE)
@@ -927,3 +942,14 @@ def test_a_compiler_takes_no_other_numbers(name: str) -> None:
         torch.compiler.reset()
         with pytest.raises(TypeError, match=f"must be an? (int|num).*, got {type(other).__name__}"):
             torch.compile(lambda other=other: call(other), backend="eager")()
+
+
+def test_every_number_of_a_public_function_is_asked() -> None:
+    functions = {name: getattr(kb, name) for name in kb.__all__ if inspect.isfunction(getattr(kb, name))}
+    found = {
+        f"{name} {parameter.name}"
+        for name, function in functions.items()
+        for parameter in inspect.signature(function).parameters.values()
+        if re.search(r"(?<!set\[)\b(int|float)\b", str(parameter.annotation))
+    }
+    assert found and found <= {*INTEGERS, *NUMBERS}
