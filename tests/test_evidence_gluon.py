@@ -318,7 +318,7 @@ def _small_tiles(
     return launched, turns
 
 
-@pytest.mark.filterwarnings("ignore:(overflow|invalid)")
+@pytest.mark.filterwarnings("ignore:(overflow|invalid|divide)")
 @pytest.mark.parametrize("problem", ATTENTION, ids=lambda p: "-".join(map(str, p[:7])))
 def test_attention(problem: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     d, causal, b, h, h_kv, n, s, tiles = problem
@@ -351,7 +351,7 @@ PACKED = (
 )
 
 
-@pytest.mark.filterwarnings("ignore:(overflow|invalid)")
+@pytest.mark.filterwarnings("ignore:(overflow|invalid|divide)")
 @pytest.mark.parametrize("causal", (False, True))
 @pytest.mark.parametrize("problem", PACKED, ids=lambda p: "-".join(map(str, p[:5])))
 def test_packed_attention(problem: tuple[Any, ...], causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:

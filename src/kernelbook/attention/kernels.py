@@ -355,33 +355,6 @@ def _flash_attention_fwd_kernel(
     _store_rows(o, acc, b, h, start_m, N, D, BLOCK_M, BLOCK_D)
 
 
-@triton.jit(do_not_specialize=["H", "N"])
-def _flash_attention_sinks_kernel(
-    o,  # (B, H, N, D) output without sinks, and then with them
-    lse_ptr,  # (B, H, N) likewise, contiguous
-    sinks_ptr, stride_sh,  # (H,) logits
-    H, N,
-    D: tl.constexpr, ACC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """For a forward kernel without sinks: it reads and writes o once more, and rounds it once more.
-
-    At 2,048 queries of 64 heads of 64 that is 33 MB, some 11 us on an H100. With all keys in sight that is little beside the
-    products; with a window of 128 it would nearly double what the forward pass moves. So the kernel that takes windows has
-    sinks of its own, and only Hopper's, which takes none, is followed by this one. A step of decoding counts launches: there
-    they are joined where the splits are merged.
-    """
-    num_blocks = tl.cdiv(N, BLOCK_M)
-    head, start_m = tl.program_id(0) // num_blocks, tl.program_id(0) % num_blocks * BLOCK_M
-    b, h = head // H, head % H
-    offs_m = start_m + tl.arange(0, BLOCK_M)
-    lse_ptrs = lse_ptr + head.to(tl.int64) * N + offs_m
-    lse = tl.load(lse_ptrs, mask=offs_m < N, other=float("inf"))
-    o_tile = _rows(o, b, h, start_m, N, D, True, False, BLOCK_M, BLOCK_D)
-    share, lse = _with_sink(lse, tl.load(sinks_ptr + h.to(tl.int64) * stride_sh).to(ACC))
-    tl.store(lse_ptrs, lse, mask=offs_m < N)
-    _store_rows(o, o_tile.to(ACC) * share[:, None], b, h, start_m, N, D, BLOCK_M, BLOCK_D)
-
-
 # --- backward -------------------------------------------------------------------------------------------------------
 
 
@@ -393,8 +366,9 @@ def _flash_attention_bwd_delta_kernel(
     delta_ptr,  # (B, H, n_padded) rowsum(o * do), contiguous; 0 beyond N
     padded_ptr,  # (B, H, n_padded) lse, +inf beyond N, if PADDED
     H, N, n_padded,
-    D: tl.constexpr, ACC: tl.constexpr, PADDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    D: tl.constexpr, ACC: tl.constexpr, PADDED: tl.constexpr, COPIES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
+    """COPIES: as many follow one another, each with its numbers one element further on."""
     num_blocks = tl.cdiv(n_padded, BLOCK_M)
     head, start_m = tl.program_id(0) // num_blocks, tl.program_id(0) % num_blocks * BLOCK_M
     b, h = head // H, head % H
@@ -403,10 +377,13 @@ def _flash_attention_bwd_delta_kernel(
     offs_m = start_m + tl.arange(0, BLOCK_M)
     out = head.to(tl.int64) * n_padded + offs_m
     delta = tl.sum(o_tile.to(ACC) * do_tile.to(ACC), axis=1)
-    tl.store(delta_ptr + out, delta, mask=offs_m < n_padded)
+    next_copy = tl.num_programs(0).to(tl.int64) * BLOCK_M + 1  # all rows, if there are several
+    for copy in tl.static_range(COPIES):
+        tl.store(delta_ptr + out + copy * next_copy, delta, mask=offs_m < n_padded)
     if PADDED:
         lse = tl.load(lse_ptr + head.to(tl.int64) * N + offs_m, mask=offs_m < N, other=float("inf"))
-        tl.store(padded_ptr + out, lse, mask=offs_m < n_padded)
+        for copy in tl.static_range(COPIES):
+            tl.store(padded_ptr + out + copy * next_copy, lse, mask=offs_m < n_padded)
 
 
 @triton.jit(do_not_specialize=["B", "H", "n_padded"])
@@ -648,7 +625,6 @@ def _flash_attention_bwd_dq_kernel(
 
 KERNELS = ("fwd", "dkdv", "dq")
 DELTA_CONFIG = triton.Config({"BLOCK_M": 32}, num_warps=4)
-SINKS_CONFIG = triton.Config({"BLOCK_M": 32}, num_warps=4)
 DSINKS_CONFIG = triton.Config({"BLOCK_M": 1024}, num_warps=4)
 
 

@@ -40,8 +40,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 ROWS = 64  # of one warpgroup
 # In which order a program of the forward pass takes blocks of queries.
 LONG_FIRST, PAIRS, SNAKES = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
-_place, _packed_in, _packed, _boundary = (
-    gluon.jit(helper.fn) for helper in (kernels._place, kernels._packed_in, kernels._packed, kernels._boundary)
+_place, _with_sink, _packed_in, _packed, _boundary = (
+    gluon.jit(helper.fn)
+    for helper in (kernels._place, kernels._with_sink, kernels._packed_in, kernels._packed, kernels._boundary)
 )
 
 
@@ -211,6 +212,8 @@ class Queries(NamedTuple):
     order: Any
     rounds: Any  # so many blocks, one after the other
     packed: Any
+    sinks_ptr: Any
+    stride_sh: Any
 
 
 class Rest(NamedTuple):
@@ -454,6 +457,10 @@ def _consume(work, OVERLAP: gl.constexpr, CAUSAL: gl.constexpr, REST: gl.constex
         seen = l > 0.0
         l = gl.where(seen, l, 1.0)
         lse = gl.where(seen, m + gl.log2(l), float("inf"))
+        if p.sinks_ptr is not None:
+            sink = gl.load(p.sinks_ptr + (head % p.H).to(gl.int64) * p.stride_sh).to(gl.float32)
+            share, lse = _with_sink(lse, sink)
+            l = l / share
         gl.store(lse_ptr + head.to(gl.int64) * p.N + rows, lse, mask=rows < p.N)
         acc = acc / gl.expand_dims(gl.convert_layout(l, gl.SliceLayout(1, OUT)), 1)
         if REST:
@@ -476,6 +483,7 @@ def _flash_attention_fwd_hopper_kernel(
     B, H, N, S, section, order,
     boundaries_ptr, stride_s, sequences,  # (sequences + 1,) boundaries of packed sequences, or None
     scale,  # with log2(e)
+    sinks_ptr, stride_sh,  # (H,) logits, or None
     q_rest, k_rest, v_rest, o_rest,  # descriptors of the features from BLOCK_D on, if REST
     GROUP: gl.constexpr, CAUSAL: gl.constexpr,
     WARPGROUPS: gl.constexpr, OVERLAP: gl.constexpr, STAGES: gl.constexpr,
@@ -486,7 +494,8 @@ def _flash_attention_fwd_hopper_kernel(
     units = gl.cdiv(N, WARPGROUPS * ROWS) * B * H // (1 + pairs)
     full = units // width
     rounds = (full + (_turned(full, order) < units % width).to(gl.int32)) * (1 + pairs)
-    p = Queries(B, H, N, S, section, order, rounds, Packed(boundaries_ptr, stride_s, sequences))
+    packed = Packed(boundaries_ptr, stride_s, sequences)
+    p = Queries(B, H, N, S, section, order, rounds, packed, sinks_ptr, stride_sh)
 
     dtype: gl.constexpr = q.dtype
     q_ring = Ring(_tiles(dtype, WARPGROUPS, ROWS, BLOCK_D), _barriers(WARPGROUPS, 1), _barriers(WARPGROUPS, 1))
@@ -562,6 +571,11 @@ class Buffers(NamedTuple):
     k_free: Any  # a barrier, where dq is computed: keys may be overwritten
 
 
+# TMA copies whole pieces of 16 bytes, but a tile of a packed sequence begins with any row. Of lse and delta there are as many
+# copies as a piece has numbers, one after another, each one element further on: in one of them the tile begins with a piece.
+COPIES = gl.constexpr(4)
+
+
 @gluon.jit
 def _bwd_produce(work, MEMBERS: gl.constexpr, PARTS: gl.constexpr):
     """A program's keys and values; then the queries that see them, from the last on, of all its heads."""
@@ -580,6 +594,8 @@ def _bwd_produce(work, MEMBERS: gl.constexpr, PARTS: gl.constexpr):
         h = own.head + i // own.count
         start = own.first + (own.count - 1 - i % own.count) * BLOCK_M
         row = (own.b * H + h) * n_padded + start
+        if own.packed.ptr is not None:  # in the copy in which it lies on 16 bytes
+            row += (-start & (COPIES - 1)) * (H * n_padded + 1)
         slot = _claim(to.q, i, BYTES)
         _copy(q, (own.b, h, start, 0), to.q, slot)
         tma.async_copy_global_to_shared(lse, (row,), to.q.full.index(slot), to.lse.index(slot))
@@ -645,7 +661,10 @@ def _bwd_step(
     dp = warpgroup_mma_wait(1, deps=[dp])
     if DQ:
         delta = t.delta.index(slot).load(gl.SliceLayout(0, SCORES))
-    ds = (p * (dp - gl.expand_dims(delta, 0))).to(q.dtype)
+    ds = p * (dp - gl.expand_dims(delta, 0))
+    if MASKED and own.packed.ptr is not None:  # before the first row are no numbers
+        ds = gl.where(p == 0.0, 0.0, ds)
+    ds = ds.to(q.dtype)
     if DQ:  # leaves this warpgroup's keys of ds, once the buffer is free
         DS_STAGES: gl.constexpr = t.ds.full.shape[0]
         place = i % DS_STAGES
@@ -773,7 +792,10 @@ def _wide_consume(out, t, own, scale, out_scale, MEMBERS: gl.constexpr, CAUSAL: 
             mbarrier.wait(t.ds.full.index(0), i & 1)
             p = t.ds.tiles.index(0).load(SCORES)
             mbarrier.arrive(t.ds.free.index(0))
-            left = gl.convert_layout((p * (dp - gl.expand_dims(delta, 0))).to(q.dtype), LEFT)
+            ds = p * (dp - gl.expand_dims(delta, 0))
+            if own.packed.ptr is not None:
+                ds = gl.where(p == 0.0, 0.0, ds)
+            left = gl.convert_layout(ds.to(q.dtype), LEFT)
             _await(t.q, i)
             gradient = warpgroup_mma(left, q, gradient, is_async=True)
             gradient, left = warpgroup_mma_wait(0, deps=[gradient, left])
@@ -916,7 +938,7 @@ def _add_up(
 @gluon.jit(do_not_specialize=["B", "H", "N", "S", "n_padded", "section", "sequences"])
 def _flash_attention_bwd_hopper_kernel(
     q, k, v, do,  # tensor descriptors: (B, H, N, D) for q and do, (B, H / GROUP, S, D) for k and v
-    lse, delta,  # descriptors of (B * H * n_padded,): the queries' rows, padded; +inf and 0 beyond N
+    lse, delta,  # descriptors of (B * H * n_padded,): the queries' rows, padded; +inf and 0 beyond N; see COPIES
     dk, dv,  # descriptors: (B, H / GROUP * PARTS, S, D): of each part of the heads that share a key head
     dq,  # Rows of (B, H, N, D), if DQ
     sums_ptr,  # dq unscaled, in float32: (B, H, tiles of queries, BLOCK_M * BLOCK_D), see _in_fours; if DQ
@@ -959,7 +981,9 @@ def _flash_attention_bwd_hopper_kernel(
             full = gl.cdiv(gl.maximum(start_n + BLOCK_N - 1 - diagonal, 0), BLOCK_M) * BLOCK_M
         count = gl.cdiv(gl.maximum(N - first, 0), BLOCK_M)
         masked = gl.cdiv(gl.maximum(full - first, 0), BLOCK_M)
-    own = Keys(b, part, part * MEMBERS, start_n, first, gl.minimum(masked, count), count, diagonal, S, packed, low, high)
+    own = Keys(
+        b, part, part * MEMBERS, start_n, first, gl.minimum(masked, count), count, diagonal, S, packed, low, high
+    )
 
     dtype: gl.constexpr = q.dtype
     VECTOR: gl.constexpr = gl.NVMMASharedLayout(0, 32, rank=1)
@@ -1059,7 +1083,9 @@ def _dq_step(
 
 @gluon.jit
 def _dq_consume(work, CAUSAL: gl.constexpr, W: gl.constexpr):
-    dq_out, lse_ptr, delta_ptr, q_tiles, do_tiles, q_full, k_ring, v_ring, at, span, packed, N, S, scale, dq_scale = work
+    dq_out, lse_ptr, delta_ptr, q_tiles, do_tiles, q_full, k_ring, v_ring, at, span, packed, N, S, scale, dq_scale = (
+        work
+    )
     b, h, start_m = at
     ROWS: gl.constexpr = q_tiles.shape[1]
     BLOCK_D: gl.constexpr = q_tiles.shape[2]

@@ -194,7 +194,7 @@ class Tiles:
     results: Block | None
     vectors: Block | None  # of lse and delta
     sizes: tuple[int, ...]
-    window: int | None  # 0: none; None: a kernel for Hopper, which takes no lengths, window or sinks
+    window: int | None  # 0: none; None: a kernel for Hopper, which takes neither lengths nor a window
     rest: tuple[Block, Block] | None = None  # of features beyond these blocks: queries, keys
 
     def mask_args(self, lengths: Tensor | None, cu_seqlens: Tensor | None, stand_in: Tensor) -> tuple[Any, ...]:
@@ -206,6 +206,12 @@ class Tiles:
             return (None,) * 3
         return *strided(lengths, 1, stand_in), 0, self.window
 
+    def sink_args(self, sinks: Tensor | None, stand_in: Tensor) -> tuple[Any, ...]:
+        """Sinks as the arguments of a forward kernel."""
+        if self.window is not None:
+            return strided(sinks, 1, stand_in)
+        return (None, None) if sinks is None else (sinks, sinks.stride(0))
+
     def rest_args(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> tuple[Any, ...]:
         """The same tensors for features beyond the blocks, as the arguments of a forward kernel for Hopper."""
         if self.window is not None:
@@ -214,10 +220,6 @@ class Tiles:
             return (None,) * 4
         queries, keys = self.rest
         return Descriptor(q, queries), Descriptor(k, keys), Descriptor(v, keys), Descriptor(o, queries)
-
-    def sink_args(self, sinks: Tensor | None, stand_in: Tensor) -> tuple[Any, ...]:
-        """Sinks as the arguments of a forward kernel."""
-        return () if self.window is None else strided(sinks, 1, stand_in)
 
 
 def hopper_config(kernel: str, p: Problem) -> Any:
