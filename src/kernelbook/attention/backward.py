@@ -27,7 +27,7 @@ class GradientKernels:
 
 
 def choose_kernels(p: Problem) -> GradientKernels:
-    at_once = None if p.causal and p.s < p.n else _all_gradients(p)
+    at_once = None if p.packed or p.causal and p.s < p.n else _all_gradients(p)
     if at_once is not None:
         return at_once
     n_padded, splits, config = p.n, 1, launches.hopper_config("dkdv", p)

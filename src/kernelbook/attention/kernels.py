@@ -158,11 +158,11 @@ def _packed_in(boundaries_ptr, stride_s, sequences, start, stop):
     high = sequences
     while low < high:  # the last one that begins at ``start`` or before; ``sequences`` behind the end of the last
         middle = (low + high + 1) // 2
-        after = tl.load(boundaries_ptr + (middle + tl.zeros((), tl.int64)) * stride_s) > start
+        after = tl.load(boundaries_ptr + tl.cast(middle, tl.int64) * stride_s) > start
         low = tl.where(after, low, middle)
         high = tl.where(after, middle - 1, high)
     high = low
-    while (high < sequences) & (tl.load(boundaries_ptr + (high + tl.zeros((), tl.int64)) * stride_s) < stop):
+    while (high < sequences) & (tl.load(boundaries_ptr + tl.cast(high, tl.int64) * stride_s) < stop):
         high += 1
     return low, high
 
@@ -170,7 +170,7 @@ def _packed_in(boundaries_ptr, stride_s, sequences, start, stop):
 @triton.jit
 def _boundary(boundaries_ptr, stride_s, i, least, N):
     """The row at which packed sequence ``i`` begins, from ``least`` to N whatever stands there."""
-    row = tl.load(boundaries_ptr + (i + tl.zeros((), tl.int64)) * stride_s)
+    row = tl.load(boundaries_ptr + tl.cast(i, tl.int64) * stride_s)
     return tl.minimum(tl.maximum(row, least), N).to(tl.int32)
 
 
