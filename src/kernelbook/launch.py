@@ -90,8 +90,8 @@ def _descriptor(base: Any, shape: Sequence[int], strides: Sequence[int], block: 
 # Triton checks a descriptor where it is made, which takes the host longer than a small launch; steps use the same memory again.
 @functools.lru_cache(maxsize=4096)
 def _kept_descriptor(address: int, dtype: torch.dtype, *of: Any) -> Any:
-    # In the place of the tensor stands what says where its memory begins, and keeps none.
-    return _descriptor(SimpleNamespace(data_ptr=lambda: address, dtype=dtype), *of)
+    # In the place of the tensor stands what says where its memory begins, and keeps none; what is called is written in C.
+    return _descriptor(SimpleNamespace(data_ptr=address.__int__, dtype=dtype), *of)
 
 
 def _parts(args: tuple[Any, ...]) -> Iterator[Any]:
