@@ -50,6 +50,7 @@ class Ring(NamedTuple):
     """Tiles in shared memory that are filled and freed in turn, and barriers that say which are full and which are free."""
 
     tiles: Any
+    rest: Any  # tiles of the features beyond those, of heads of 80 and 96 numbers; else None
     full: Any
     free: Any
 
@@ -66,6 +67,17 @@ def _barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
 def _tiles(dtype: gl.constexpr, NUMBER: gl.constexpr, HEIGHT: gl.constexpr, WIDTH: gl.constexpr):
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HEIGHT, WIDTH], dtype)
     return gl.allocate_shared_memory(dtype, [NUMBER, HEIGHT, WIDTH], LAYOUT)
+
+
+@gluon.jit
+def _ring(
+    dtype: gl.constexpr, NUMBER: gl.constexpr, HEIGHT: gl.constexpr, WIDTH: gl.constexpr, REST: gl.constexpr,
+    ARRIVALS: gl.constexpr,
+):  # fmt: skip
+    rest = None
+    if REST:
+        rest = _tiles(dtype, NUMBER, HEIGHT, REST)
+    return Ring(_tiles(dtype, NUMBER, HEIGHT, WIDTH), rest, _barriers(NUMBER, 1), _barriers(NUMBER, ARRIVALS))
 
 
 @gluon.jit
@@ -96,11 +108,13 @@ def _await(ring, i):
 
 
 class Packed(NamedTuple):
-    """Sequences that lie one after another: their boundaries, on the device; or None."""
+    """Sequences that lie one after another in N rows: where their boundaries are, on the device, or None."""
 
     ptr: Any
     stride: Any
-    sequences: Any
+    N: Any
+    low: Any  # those from low to high are meant: all of them, or those that have rows in a block
+    high: Any
 
 
 class Span(NamedTuple):
@@ -114,22 +128,28 @@ class Span(NamedTuple):
     top: Any
     count: Any
     masked: Any  # of these, from the last one on
-    low: Any  # the packed sequences from low to high have rows in the block
-    high: Any
+    packed: Any  # the sequences that have rows in the block
+
+
+@gluon.jit
+def _within(packed, start, stop):
+    """-> the sequences that have rows from start to stop; their begin and end; whether all of the rows are of one."""
+    low, high = _packed_in(packed.ptr, packed.stride, packed.high, start, stop)
+    begin = _boundary(packed.ptr, packed.stride, low, 0, packed.N)
+    end = _boundary(packed.ptr, packed.stride, high, begin, packed.N)
+    alone = (high == low + 1) & (stop <= end)  # else all scores are masked
+    return Packed(packed.ptr, packed.stride, packed.N, low, high), begin, end, alone
 
 
 @gluon.jit
 def _keys_of(start_m, N, S, packed, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    begin, top, low, high = 0, 0, 0, 0
+    begin, top = 0, 0
     if packed.ptr is not None:
         stop = gl.minimum(start_m + BLOCK_M, N)
-        low, high = _packed_in(packed.ptr, packed.stride, packed.sequences, start_m, stop)
-        begin = _boundary(packed.ptr, packed.stride, low, 0, N)
-        end = _boundary(packed.ptr, packed.stride, high, begin, N)
+        packed, begin, end, alone = _within(packed, start_m, stop)
         last, seen_by_all = end, end
         if CAUSAL:
             last, seen_by_all = gl.minimum(stop, end), start_m + 1
-        alone = (high == low + 1) & (stop <= end)  # else all is masked
         full = gl.where(alone, (seen_by_all - begin) // BLOCK_N, 0)
         top = gl.where(last > begin, last - BLOCK_N, N)
     else:
@@ -139,55 +159,75 @@ def _keys_of(start_m, N, S, packed, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr,
             last = gl.maximum(gl.minimum(start_m + BLOCK_M + S - N, S), 0)
             full = gl.maximum(gl.minimum(start_m + 1 + S - N, S), 0) // BLOCK_N
     count = gl.cdiv(last - begin, BLOCK_N)
-    return Span(begin, top, count, count - full, low, high)
+    return Span(begin, top, count, count - full, packed)
 
 
 @gluon.jit
-def _start_of(i, span, packed, BLOCK_N: gl.constexpr):
+def _start_of(i, span, BLOCK_N: gl.constexpr):
     """The first key of the i-th tile."""
     start = (span.count - 1 - i) * BLOCK_N
-    if packed.ptr is not None:
+    if span.packed.ptr is not None:
         start = gl.where(i == 0, span.top, span.begin + start)
     return start
 
 
 @gluon.jit
-def _sequences_of(rows, low, high, packed, N):
-    """-> begin and end of the packed sequence that each row is in; N and 0: none."""
-    begins, ends = gl.zeros_like(rows) + N, gl.zeros_like(rows)
-    for sequence in range(low, high):
-        begin, end = _packed(packed.ptr, packed.stride, sequence, N)
-        inside = (rows >= begin) & (rows < end)
-        begins, ends = gl.where(inside, begin, begins), gl.where(inside, end, ends)
-    return begins, ends
-
-
-@gluon.jit
-def _keys_of_rows(rows, span, packed, N, CAUSAL: gl.constexpr):
-    """-> the first and the last key that each query sees of packed sequences; else nothing and the queries."""
-    first_keys, last_keys = 0, rows
+def _with_sequences(rows, packed):
+    """-> rows; begin and end of the packed sequence that each is in, N and 0 where it is in none."""
+    begins, ends = 0, 0
     if packed.ptr is not None:
-        first_keys, ends = _sequences_of(rows, span.low, span.high, packed, N)
-        if not CAUSAL:
-            last_keys = ends - 1
-    return first_keys, last_keys
+        begins, ends = gl.zeros_like(rows) + packed.N, gl.zeros_like(rows)
+        for sequence in range(packed.low, packed.high):
+            begin, end = _packed(packed.ptr, packed.stride, sequence, packed.N)
+            inside = (rows >= begin) & (rows < end)
+            begins, ends = gl.where(inside, begin, begins), gl.where(inside, end, ends)
+    return rows, begins, ends
 
 
 @gluon.jit
-def _seen(i, first_keys, last_keys, span, packed, diagonal, S, CAUSAL: gl.constexpr, SCORES: gl.constexpr):
-    """Which keys of the i-th tile each query sees."""
-    BLOCK_N: gl.constexpr = SCORES.instr_shape[1]
-    offs_n = _start_of(i, span, packed, BLOCK_N) + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
-    if packed.ptr is not None:  # what the last tile has of the one before it is seen there
-        first_keys = gl.maximum(first_keys, span.begin + (span.count - 1 - i) * BLOCK_N)
-        seen = gl.expand_dims(offs_n, 0) >= gl.expand_dims(first_keys, 1)
+def _seen(i, scores, rows, span, diagonal, S, CAUSAL: gl.constexpr):
+    """Which keys of the i-th tile each query sees. ``rows``: see ``_with_sequences``."""
+    BLOCK_N: gl.constexpr = scores.shape[1]
+    queries, begins, ends = rows
+    keys = _start_of(i, span, BLOCK_N) + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, scores.type.layout))
+    keys = gl.expand_dims(keys, 0)
+    last = queries
+    if span.packed.ptr is not None:  # what the last tile has of the one before it is seen there
+        first = gl.maximum(begins, span.begin + (span.count - 1 - i) * BLOCK_N)
+        seen = keys >= gl.expand_dims(first, 1)
+        if not CAUSAL:
+            last = ends - 1
     else:
-        seen = gl.expand_dims(offs_n < S, 0)
-    if CAUSAL or packed.ptr is not None:
-        seen = seen & (gl.expand_dims(offs_n, 0) <= gl.expand_dims(last_keys, 1) + diagonal)
+        seen = keys < S
+    if CAUSAL or span.packed.ptr is not None:
+        seen = seen & (keys <= gl.expand_dims(last, 1) + diagonal)
     else:
-        seen = seen & (gl.expand_dims(last_keys, 1) >= 0)
+        seen = seen & (gl.expand_dims(last, 1) >= 0)
     return seen
+
+
+@gluon.constexpr_function
+def _products(width):
+    """The layout of a warpgroup's products that are ``width`` wide."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
+
+
+@gluon.jit
+def _zeros(HEIGHT: gl.constexpr, WIDTH: gl.constexpr):
+    return gl.zeros([HEIGHT, WIDTH], gl.float32, layout=_products(WIDTH))
+
+
+@gluon.jit
+def _product_with(left, tile):
+    """Starts the product of what a warpgroup owns and a tile that is turned around: ``left @ tile.T``."""
+    zeros = _zeros(left.shape[0], tile.shape[0])
+    return warpgroup_mma(left, tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _left(x, dtype: gl.constexpr, acc):
+    """x as the left side of a product that is added to ``acc``."""
+    return gl.convert_layout(x.to(dtype), gl.DotOperandLayout(0, acc.type.layout, 2))
 
 
 @gluon.jit
@@ -202,7 +242,7 @@ def _store(out, at, tile, smem):
 
 
 class Queries(NamedTuple):
-    """What decides which blocks of queries a program computes, and which keys these see."""
+    """What decides which blocks of queries a program computes, which keys these see, and their weights."""
 
     B: Any
     H: Any
@@ -214,15 +254,7 @@ class Queries(NamedTuple):
     packed: Any
     sinks_ptr: Any
     stride_sh: Any
-
-
-class Rest(NamedTuple):
-    """Shared memory of the features beyond BLOCK_D, of heads of 80 and 96 numbers, in rings with the others."""
-
-    q: Any
-    k: Any
-    v: Any
-    o: Any
+    scale: Any
 
 
 @gluon.jit
@@ -246,42 +278,42 @@ def _block(round, p, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.co
     start_m = block * BLOCK_M
     span = _keys_of(start_m, p.N, p.S, p.packed, CAUSAL, BLOCK_M, BLOCK_N)
     count, masked = gl.maximum(span.count, 1), gl.maximum(span.masked, 1)
-    return head, start_m, Span(span.begin, span.top, count, masked, span.low, span.high)
+    return head, start_m, Span(span.begin, span.top, count, masked, span.packed)
+
+
+@gluon.jit
+def _copy_features(tensors, b, h, row, ring, slot):
+    """Those of the rest too, if there are any."""
+    tensor, rest = tensors
+    _copy(tensor, (b, h, row, 0), ring, slot)
+    if rest is not None:
+        at = (b, h, row, ring.tiles.shape[2])
+        tma.async_copy_global_to_shared(rest, at, ring.full.index(slot), ring.rest.index(slot))
 
 
 @gluon.jit
 def _produce(work, GROUP: gl.constexpr, CAUSAL: gl.constexpr, REST: gl.constexpr):
-    q, k, v, q_rest, k_rest, v_rest, q_ring, k_ring, v_ring, rest, p = work
+    q, k, v, rings, p = work
+    q_ring, k_ring, v_ring = rings
     WARPGROUPS: gl.constexpr = q_ring.tiles.shape[0]
     ROWS: gl.constexpr = q_ring.tiles.shape[1]
-    BLOCK_D: gl.constexpr = q_ring.tiles.shape[2]
+    D: gl.constexpr = q_ring.tiles.shape[2] + REST
     BLOCK_N: gl.constexpr = k_ring.tiles.shape[1]
-    BYTES: gl.constexpr = BLOCK_N * (BLOCK_D + REST) * 2
     before = 0  # tiles of keys of earlier rounds
     for round in range(p.rounds):
         head, start_m, span = _block(round, p, CAUSAL, WARPGROUPS * ROWS, BLOCK_N)
         b, h = head // p.H, head % p.H
         for i in range(span.count):
-            start = _start_of(i, span, p.packed, BLOCK_N)
-            at = (b, h // GROUP, start, 0)
-            slot = _claim(k_ring, before + i, BYTES)
-            _copy(k, at, k_ring, slot)
-            if REST:
-                beyond = (b, h // GROUP, start, BLOCK_D)
-                tma.async_copy_global_to_shared(k_rest, beyond, k_ring.full.index(slot), rest.k.index(slot))
+            start = _start_of(i, span, BLOCK_N)
+            slot = _claim(k_ring, before + i, BLOCK_N * D * 2)
+            _copy_features(k, b, h // GROUP, start, k_ring, slot)
             if i == 0:
                 for w in gl.static_range(WARPGROUPS):
                     mbarrier.wait(q_ring.free.index(w), (round & 1) ^ 1)
-                    mbarrier.expect(q_ring.full.index(w), ROWS * (BLOCK_D + REST) * 2)
-                    _copy(q, (b, h, start_m + w * ROWS, 0), q_ring, w)
-                    if REST:
-                        own = (b, h, start_m + w * ROWS, BLOCK_D)
-                        tma.async_copy_global_to_shared(q_rest, own, q_ring.full.index(w), rest.q.index(w))
-            slot = _claim(v_ring, before + i, BYTES)
-            _copy(v, at, v_ring, slot)
-            if REST:
-                beyond = (b, h // GROUP, start, BLOCK_D)
-                tma.async_copy_global_to_shared(v_rest, beyond, v_ring.full.index(slot), rest.v.index(slot))
+                    mbarrier.expect(q_ring.full.index(w), ROWS * D * 2)
+                    _copy_features(q, b, h, start_m + w * ROWS, q_ring, w)
+            slot = _claim(v_ring, before + i, BLOCK_N * D * 2)
+            _copy_features(v, b, h // GROUP, start, v_ring, slot)
         before += span.count
 
 
@@ -307,39 +339,29 @@ def _softmax(scores, m, scale, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def _product_with(left, tile, LAYOUT: gl.constexpr):
-    """Starts the product of what a warpgroup owns and a tile that is turned around: ``left @ tile.T``."""
-    HEIGHT: gl.constexpr = left.shape[0]
-    WIDTH: gl.constexpr = tile.shape[0]
-    zeros = gl.zeros([HEIGHT, WIDTH], gl.float32, layout=LAYOUT)
-    return warpgroup_mma(left, tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _scores(q, k, slot, rest, W: gl.constexpr, SCORES: gl.constexpr, REST: gl.constexpr):
+def _scores(q, k, slot, W: gl.constexpr, REST: gl.constexpr):
     """Starts the product of this warpgroup's queries and a tile of keys."""
-    scores = _product_with(q, k.tiles.index(slot), SCORES)
+    scores = _product_with(q.tiles.index(W), k.tiles.index(slot))
     if REST:
-        scores = warpgroup_mma(rest.q.index(W), rest.k.index(slot).permute((1, 0)), scores, is_async=True)
+        scores = warpgroup_mma(q.rest.index(W), k.rest.index(slot).permute((1, 0)), scores, is_async=True)
     return scores
 
 
 @gluon.jit
-def _step_alone(
-    i, acc, l, m, q, k, v, before, first_keys, last_keys, span, p, scale,
-    MASKED: gl.constexpr, CAUSAL: gl.constexpr, SCORES: gl.constexpr, LEFT: gl.constexpr,
-):  # fmt: skip
+def _step_alone(i, acc, l, m, rings, block, p, W: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr):
     """Scores, softmax and product with the values of tile i, one after the other: other warpgroups fill the gaps."""
+    q, k, v = rings
+    before, _turns, rows, span = block
     slot = _await(k, before + i)
-    scores = _product_with(q, k.tiles.index(slot), SCORES)
+    scores = _product_with(q.tiles.index(W), k.tiles.index(slot))
     scores = warpgroup_mma_wait(0, deps=[scores])
     mbarrier.arrive(k.free.index(slot))
     if MASKED:
-        seen = _seen(i, first_keys, last_keys, span, p.packed, p.S - p.N, p.S, CAUSAL, SCORES)
+        seen = _seen(i, scores, rows, span, p.S - p.N, p.S, CAUSAL)
         scores = gl.where(seen, scores, float("-inf"))
-    weights, sums, m, alpha = _softmax(scores, m, scale, MASKED)
+    weights, sums, m, alpha = _softmax(scores, m, p.scale, MASKED)
     l = _rescaled(l, alpha) + sums
-    left = gl.convert_layout(weights.to(q.dtype), LEFT)
+    left = _left(weights, v.tiles.dtype, acc)
     acc = _rescaled(acc, alpha)
     slot = _await(v, before + i)
     out = warpgroup_mma(left, v.tiles.index(slot), acc, is_async=True)
@@ -350,30 +372,32 @@ def _step_alone(
 
 @gluon.jit
 def _step(
-    i, acc, more, l, m, left, q, k, v, rest, turn, before, turns, first_keys, last_keys, span, p, scale, W: gl.constexpr,
-    MASKED: gl.constexpr, CAUSAL: gl.constexpr, SCORES: gl.constexpr, LEFT: gl.constexpr, REST: gl.constexpr,
+    i, acc, more, l, m, left, rings, turn, block, p,
+    W: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr, REST: gl.constexpr,
 ):  # fmt: skip
     """The scores and softmax of tile i; the product of ``left``, tile i - 1's weights, with its values."""
+    q, k, v = rings
+    before, turns, rows, span = block
     slot = _await(k, before + i)
     # The first one's first turn has no one before it.
     mbarrier.wait(turn.index(W), ((turns + i) & 1) ^ (W != 0))
-    scores = _scores(q, k, slot, rest, W, SCORES, REST)
+    scores = _scores(q, k, slot, W, REST)
     slot_v = _await(v, before + i - 1)
     out = warpgroup_mma(left, v.tiles.index(slot_v), acc, is_async=True)
     if REST:
-        more = warpgroup_mma(left, rest.v.index(slot_v), more, is_async=True)
+        more = warpgroup_mma(left, v.rest.index(slot_v), more, is_async=True)
     mbarrier.arrive(turn.index((W + 1) % turn.shape[0]))
     PRODUCTS: gl.constexpr = 2 if REST else 1  # with the values
     scores = warpgroup_mma_wait(PRODUCTS, deps=[scores])
     mbarrier.arrive(k.free.index(slot))
     if MASKED:
-        seen = _seen(i, first_keys, last_keys, span, p.packed, p.S - p.N, p.S, CAUSAL, SCORES)
+        seen = _seen(i, scores, rows, span, p.S - p.N, p.S, CAUSAL)
         scores = gl.where(seen, scores, float("-inf"))
-    weights, sums, m, alpha = _softmax(scores, m, scale, MASKED)
+    weights, sums, m, alpha = _softmax(scores, m, p.scale, MASKED)
     l = _rescaled(l, alpha) + sums
     # The compiler would take the exponentials after the product. It does not move them across a
     # branch: a wait for a barrier is one, also where it returns at once.
-    weights = warpgroup_mma_wait(PRODUCTS, deps=[gl.convert_layout(weights.to(q.dtype), LEFT)])
+    weights = warpgroup_mma_wait(PRODUCTS, deps=[_left(weights, v.tiles.dtype, acc)])
     slot_v = _await(v, before + i - 1)
     if REST:
         acc, more, left = warpgroup_mma_wait(0, deps=[out, more, left])
@@ -386,74 +410,60 @@ def _step(
 
 @gluon.jit
 def _consume(work, OVERLAP: gl.constexpr, CAUSAL: gl.constexpr, REST: gl.constexpr, W: gl.constexpr):
-    o, o_rest, lse_ptr, q_ring, k, v, o_tiles, rest, turn, p, scale = work
-    WARPGROUPS: gl.constexpr = q_ring.tiles.shape[0]
-    ROWS: gl.constexpr = q_ring.tiles.shape[1]
-    BLOCK_D: gl.constexpr = q_ring.tiles.shape[2]
+    o, o_rest, lse_ptr, rings, o_tiles, o_rest_tiles, turn, p = work
+    q, k, v = rings
+    WARPGROUPS: gl.constexpr = q.tiles.shape[0]
+    ROWS: gl.constexpr = q.tiles.shape[1]
+    BLOCK_D: gl.constexpr = q.tiles.shape[2]
     BLOCK_N: gl.constexpr = k.tiles.shape[1]
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
+    ROW: gl.constexpr = gl.SliceLayout(1, _products(BLOCK_N))
     SHARED: gl.constexpr = BLOCK_D > 128
-    q = q_ring.tiles.index(W)
     before = 0  # tiles of keys of earlier rounds
     for round in range(p.rounds):
         head, start_m, span = _block(round, p, CAUSAL, WARPGROUPS * ROWS, BLOCK_N)
-        rows = start_m + W * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
-        first_keys, last_keys = _keys_of_rows(rows, span, p.packed, p.N, CAUSAL)
-        m = gl.full([ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
-        acc = gl.zeros([ROWS, BLOCK_D], gl.float32, layout=OUT)
+        queries = start_m + W * ROWS + gl.arange(0, ROWS, layout=ROW)
+        rows = _with_sequences(queries, span.packed)
+        block = before, before - round, rows, span  # each round's first tile has no turn
+        m = gl.full([ROWS], float("-inf"), gl.float32, layout=ROW)
+        acc = _zeros(ROWS, BLOCK_D)
         more = 0.0
         if REST:
-            MORE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, REST, 16])
-            more = gl.zeros([ROWS, REST], gl.float32, layout=MORE)
-        mbarrier.wait(q_ring.full.index(W), round & 1)
+            more = _zeros(ROWS, REST)
+        mbarrier.wait(q.full.index(W), round & 1)
         if OVERLAP:
             slot = _await(k, before)
-            scores = _scores(q, k, slot, rest, W, SCORES, REST)
+            scores = _scores(q, k, slot, W, REST)
             scores = warpgroup_mma_wait(0, deps=[scores])
             mbarrier.arrive(k.free.index(slot))
-            seen = _seen(0, first_keys, last_keys, span, p.packed, p.S - p.N, p.S, CAUSAL, SCORES)
-            weights, l, m, _alpha = _softmax(gl.where(seen, scores, float("-inf")), m, scale, True)
-            left = gl.convert_layout(weights.to(q.dtype), LEFT)
-            turns = before - round  # each round's first tile had no turn
+            seen = _seen(0, scores, rows, span, p.S - p.N, p.S, CAUSAL)
+            weights, l, m, _alpha = _softmax(gl.where(seen, scores, float("-inf")), m, p.scale, True)
+            left = _left(weights, v.tiles.dtype, acc)
             if CAUSAL or p.packed.ptr is not None:  # else only the first tile is masked
                 for i in range(1, span.masked):
-                    acc, more, l, m, left = _step(
-                        i, acc, more, l, m, left, q, k, v, rest, turn, before, turns,
-                        first_keys, last_keys, span, p, scale, W, True, CAUSAL, SCORES, LEFT, REST,
-                    )  # fmt: skip
+                    acc, more, l, m, left = _step(i, acc, more, l, m, left, rings, turn, block, p, W, True, CAUSAL, REST)
             for i in range(span.masked, span.count):
-                acc, more, l, m, left = _step(
-                    i, acc, more, l, m, left, q, k, v, rest, turn, before, turns,
-                    first_keys, last_keys, span, p, scale, W, False, CAUSAL, SCORES, LEFT, REST,
-                )  # fmt: skip
+                acc, more, l, m, left = _step(i, acc, more, l, m, left, rings, turn, block, p, W, False, CAUSAL, REST)
             if not SHARED:
-                mbarrier.arrive(q_ring.free.index(W))
+                mbarrier.arrive(q.free.index(W))
             slot = _await(v, before + span.count - 1)
             acc = warpgroup_mma(left, v.tiles.index(slot), acc, is_async=True)
             if REST:
-                more = warpgroup_mma(left, rest.v.index(slot), more, is_async=True)
+                more = warpgroup_mma(left, v.rest.index(slot), more, is_async=True)
                 acc, more, left = warpgroup_mma_wait(0, deps=[acc, more, left])
             else:
                 acc, left = warpgroup_mma_wait(0, deps=[acc, left])
             mbarrier.arrive(v.free.index(slot))
         else:
-            zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=SCORES)
-            l = gl.sum(zeros.reshape([ROWS, BLOCK_N // 8, 8]), axis=1)
+            l = gl.sum(_zeros(ROWS, BLOCK_N).reshape([ROWS, BLOCK_N // 8, 8]), axis=1)
             for i in range(span.masked):
-                acc, l, m = _step_alone(
-                    i, acc, l, m, q, k, v, before, first_keys, last_keys, span, p, scale, True, CAUSAL, SCORES, LEFT
-                )
+                acc, l, m = _step_alone(i, acc, l, m, rings, block, p, W, True, CAUSAL)
             for i in range(span.masked, span.count):
-                acc, l, m = _step_alone(
-                    i, acc, l, m, q, k, v, before, first_keys, last_keys, span, p, scale, False, CAUSAL, SCORES, LEFT
-                )
+                acc, l, m = _step_alone(i, acc, l, m, rings, block, p, W, False, CAUSAL)
             if not SHARED:
-                mbarrier.arrive(q_ring.free.index(W))
+                mbarrier.arrive(q.free.index(W))
         before += span.count
 
-        l = gl.convert_layout(gl.sum(l, axis=1), gl.SliceLayout(1, SCORES))
+        l = gl.convert_layout(gl.sum(l, axis=1), ROW)
         seen = l > 0.0
         l = gl.where(seen, l, 1.0)
         lse = gl.where(seen, m + gl.log2(l), float("inf"))
@@ -461,18 +471,18 @@ def _consume(work, OVERLAP: gl.constexpr, CAUSAL: gl.constexpr, REST: gl.constex
             sink = gl.load(p.sinks_ptr + (head % p.H).to(gl.int64) * p.stride_sh).to(gl.float32)
             share, lse = _with_sink(lse, sink)
             l = l / share
-        gl.store(lse_ptr + head.to(gl.int64) * p.N + rows, lse, mask=rows < p.N)
-        acc = acc / gl.expand_dims(gl.convert_layout(l, gl.SliceLayout(1, OUT)), 1)
+        gl.store(lse_ptr + head.to(gl.int64) * p.N + queries, lse, mask=queries < p.N)
+        acc = acc / gl.expand_dims(gl.convert_layout(l, gl.SliceLayout(1, acc.type.layout)), 1)
         if REST:
-            more = more / gl.expand_dims(gl.convert_layout(l, gl.SliceLayout(1, MORE)), 1)
+            more = more / gl.expand_dims(gl.convert_layout(l, gl.SliceLayout(1, more.type.layout)), 1)
         if not SHARED:
             tma.store_wait(0)  # the block before has been read
         _store(o, (head // p.H, head % p.H, start_m + W * ROWS, 0), acc, o_tiles.index(W))
         if REST:
-            _store(o_rest, (head // p.H, head % p.H, start_m + W * ROWS, BLOCK_D), more, rest.o.index(W))
+            _store(o_rest, (head // p.H, head % p.H, start_m + W * ROWS, BLOCK_D), more, o_rest_tiles.index(W))
         if SHARED:
             tma.store_wait(0)
-            mbarrier.arrive(q_ring.free.index(W))
+            mbarrier.arrive(q.free.index(W))
     tma.store_wait(0)
 
 
@@ -494,26 +504,23 @@ def _flash_attention_fwd_hopper_kernel(
     units = gl.cdiv(N, WARPGROUPS * ROWS) * B * H // (1 + pairs)
     full = units // width
     rounds = (full + (_turned(full, order) < units % width).to(gl.int32)) * (1 + pairs)
-    packed = Packed(boundaries_ptr, stride_s, sequences)
-    p = Queries(B, H, N, S, section, order, rounds, packed, sinks_ptr, stride_sh)
+    packed = Packed(boundaries_ptr, stride_s, N, 0, sequences)
+    p = Queries(B, H, N, S, section, order, rounds, packed, sinks_ptr, stride_sh, scale)
 
     dtype: gl.constexpr = q.dtype
-    q_ring = Ring(_tiles(dtype, WARPGROUPS, ROWS, BLOCK_D), _barriers(WARPGROUPS, 1), _barriers(WARPGROUPS, 1))
-    k_ring = Ring(_tiles(dtype, STAGES, BLOCK_N, BLOCK_D), _barriers(STAGES, 1), _barriers(STAGES, WARPGROUPS))
-    v_ring = Ring(_tiles(dtype, STAGES, BLOCK_N, BLOCK_D), _barriers(STAGES, 1), _barriers(STAGES, WARPGROUPS))
-    o_tiles = q_ring.tiles
+    q_ring = _ring(dtype, WARPGROUPS, ROWS, BLOCK_D, REST, 1)
+    k_ring = _ring(dtype, STAGES, BLOCK_N, BLOCK_D, REST, WARPGROUPS)
+    v_ring = _ring(dtype, STAGES, BLOCK_N, BLOCK_D, REST, WARPGROUPS)
+    o_tiles, o_rest_tiles = q_ring.tiles, q_ring.rest
     if BLOCK_D <= 128:  # else the output lies where the queries lay: there is no room for both
         o_tiles = _tiles(dtype, WARPGROUPS, ROWS, BLOCK_D)
-    rest = Rest(q_ring.tiles, k_ring.tiles, v_ring.tiles, o_tiles)
     if REST:
-        rest = Rest(
-            _tiles(dtype, WARPGROUPS, ROWS, REST), _tiles(dtype, STAGES, BLOCK_N, REST),
-            _tiles(dtype, STAGES, BLOCK_N, REST), _tiles(dtype, WARPGROUPS, ROWS, REST),
-        )  # fmt: skip
+        o_rest_tiles = _tiles(dtype, WARPGROUPS, ROWS, REST)
     turn = _barriers(WARPGROUPS, 1)
     fence_async_shared()
-    consumer = o, o_rest, lse_ptr, q_ring, k_ring, v_ring, o_tiles, rest, turn, p, scale
-    producer = q, k, v, q_rest, k_rest, v_rest, q_ring, k_ring, v_ring, rest, p
+    rings = q_ring, k_ring, v_ring
+    consumer = o, o_rest, lse_ptr, rings, o_tiles, o_rest_tiles, turn, p
+    producer = (q, q_rest), (k, k_rest), (v, v_rest), rings, p
     if WARPGROUPS == 2:
         gl.warp_specialize(
             [
@@ -552,9 +559,7 @@ class Keys(NamedTuple):
     count: Any  # how many tiles there are from there on
     diagonal: Any
     S: Any
-    packed: Any
-    low: Any  # the packed sequences from low to high have keys here
-    high: Any
+    packed: Any  # the sequences that have keys here
 
 
 class Buffers(NamedTuple):
@@ -605,23 +610,14 @@ def _bwd_produce(work, MEMBERS: gl.constexpr, PARTS: gl.constexpr):
 
 
 @gluon.jit
-def _queries_of_keys(keys, own, CAUSAL: gl.constexpr):
-    """-> the first query that sees each key of packed sequences, and the first behind; else the keys and nothing."""
-    first_queries, ends = keys, 0
-    if own.packed.ptr is not None:
-        begins, ends = _sequences_of(keys, own.low, own.high, own.packed, own.S)
-        if not CAUSAL:
-            first_queries = begins
-    return first_queries, ends
-
-
-@gluon.jit
-def _seen_by(start, keys, ends, own, CAUSAL: gl.constexpr, SCORES: gl.constexpr):
-    """Which of the queries from ``start`` on see the keys; without ``CAUSAL`` which keys there are. See ``_queries_of_keys``."""
+def _seen_by(start, scores, keys, own, CAUSAL: gl.constexpr):
+    """Which of the queries from ``start`` on see the keys; without ``CAUSAL`` which keys there are. See ``_with_sequences``."""
+    keys, begins, ends = keys
     seen = gl.expand_dims(keys, 1) < own.S
     if CAUSAL or own.packed.ptr is not None:
-        rows = start + gl.arange(0, SCORES.instr_shape[1], layout=gl.SliceLayout(0, SCORES))
-        seen = gl.expand_dims(keys, 1) <= gl.expand_dims(rows, 0) + own.diagonal
+        rows = start + gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, scores.type.layout))
+        first = keys if CAUSAL else begins
+        seen = gl.expand_dims(first, 1) <= gl.expand_dims(rows, 0) + own.diagonal
         if own.packed.ptr is not None:
             seen = seen & (gl.expand_dims(rows, 0) < gl.expand_dims(ends, 1))
     return seen
@@ -632,35 +628,41 @@ def _of_sequences(gradient, start_n, own):
     """Zeros for keys that no packed sequence has: their numbers may be NaN."""
     if own.packed.ptr is not None:
         keys = start_n + gl.arange(0, gradient.shape[0], layout=gl.SliceLayout(1, gradient.type.layout))
-        _begins, ends = _sequences_of(keys, own.low, own.high, own.packed, own.S)
+        _keys, _begins, ends = _with_sequences(keys, own.packed)
         gradient = gl.where(gl.expand_dims(ends, 1) > 0, gradient, 0.0)
     return gradient
 
 
 @gluon.jit
+def _beside_scores(vectors, slot):
+    """lse or delta of a tile of queries."""
+    return vectors.index(slot).load(gl.SliceLayout(0, _products(vectors.shape[1])))
+
+
+@gluon.jit
 def _bwd_step(
-    i, start, dk, dv, k, v, t, keys, ends, own, scale, W: gl.constexpr, DQ: gl.constexpr,
-    MASKED: gl.constexpr, CAUSAL: gl.constexpr, SCORES: gl.constexpr, LEFT: gl.constexpr,
+    i, start, dk, dv, k, v, t, keys, own, scale,
+    W: gl.constexpr, DQ: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of queries. DQ: leaves ds too."""
     slot = _await(t.q, i)
     q, do = t.q.tiles.index(slot), t.do.tiles.index(slot)
-    scores = _product_with(k, q, SCORES)
+    scores = _product_with(k, q)
     _await(t.do, i)
-    dp = _product_with(v, do, SCORES)
-    lse = t.lse.index(slot).load(gl.SliceLayout(0, SCORES))
+    dp = _product_with(v, do)
+    lse = _beside_scores(t.lse, slot)
     scores = warpgroup_mma_wait(1, deps=[scores])
     # Beyond the last query lse is +inf, so that probabilities there are zero.
     p = gl.exp2(scores * scale - gl.expand_dims(lse, 0))
     if MASKED:  # beyond the last key they may be infinite, and zeros of keys times these nan
-        p = gl.where(_seen_by(start, keys, ends, own, CAUSAL, SCORES), p, 0.0)
-    left = gl.convert_layout(p.to(do.dtype), LEFT)
+        p = gl.where(_seen_by(start, scores, keys, own, CAUSAL), p, 0.0)
+    left = _left(p, do.dtype, dv)
     if not DQ:  # beside the exponentials, where there are registers for it
-        delta = t.delta.index(slot).load(gl.SliceLayout(0, SCORES))
+        delta = _beside_scores(t.delta, slot)
     dv = warpgroup_mma(left, do, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[dp])
     if DQ:
-        delta = t.delta.index(slot).load(gl.SliceLayout(0, SCORES))
+        delta = _beside_scores(t.delta, slot)
     ds = p * (dp - gl.expand_dims(delta, 0))
     if MASKED and own.packed.ptr is not None:  # before the first row are no numbers
         ds = gl.where(p == 0.0, 0.0, ds)
@@ -673,7 +675,7 @@ def _bwd_step(
         fence_async_shared()
         thread_barrier()
         mbarrier.arrive(t.ds.full.index(place))
-    right = gl.convert_layout(ds, LEFT)
+    right = _left(ds, q.dtype, dk)
     dk = warpgroup_mma(right, q, dk, is_async=True)
     dv, left = warpgroup_mma_wait(1, deps=[dv, left])
     mbarrier.arrive(t.do.free.index(slot))
@@ -690,32 +692,25 @@ def _bwd_consume(
     ROWS: gl.constexpr = t.k.shape[1]
     BLOCK_D: gl.constexpr = t.k.shape[2]
     BLOCK_M: gl.constexpr = t.q.tiles.shape[1]
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
+    SCORES: gl.constexpr = _products(BLOCK_M)
     k, v = t.k.index(W), t.v.index(W)
     k_left, v_left = k, v
     keys = own.start_n + W * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
-    keys, ends = _queries_of_keys(keys, own, CAUSAL)
-    dk = gl.zeros([ROWS, BLOCK_D], gl.float32, layout=OUT)
-    dv = gl.zeros([ROWS, BLOCK_D], gl.float32, layout=OUT)
+    keys = _with_sequences(keys, own.packed)
+    dk, dv = _zeros(ROWS, BLOCK_D), _zeros(ROWS, BLOCK_D)
     mbarrier.wait(t.kv_full.index(W), 0)
     if DQ:
         # Both stay in registers too: products that read both sides from shared memory wait for it.
         k_left = k.load(gl.DotOperandLayout(0, SCORES, 2))
         v_left = v.load(gl.DotOperandLayout(0, SCORES, 2))
     for member in range(MEMBERS):
+        before = member * own.count
         for i in range(own.count - own.masked):
-            dk, dv = _bwd_step(
-                member * own.count + i, 0, dk, dv, k_left, v_left, t, keys, ends, own,
-                scale, W, DQ, RAGGED, CAUSAL, SCORES, LEFT,
-            )  # fmt: skip
+            dk, dv = _bwd_step(before + i, 0, dk, dv, k_left, v_left, t, keys, own, scale, W, DQ, RAGGED, CAUSAL)
         if CAUSAL or own.packed.ptr is not None:  # a second loop costs the others registers
             for i in range(own.count - own.masked, own.count):
-                dk, dv = _bwd_step(
-                    member * own.count + i, own.first + (own.count - 1 - i) * BLOCK_M, dk, dv, k_left, v_left,
-                    t, keys, ends, own, scale, W, DQ, True, CAUSAL, SCORES, LEFT,
-                )  # fmt: skip
+                start = own.first + (own.count - 1 - i) * BLOCK_M
+                dk, dv = _bwd_step(before + i, start, dk, dv, k_left, v_left, t, keys, own, scale, W, DQ, True, CAUSAL)
     # This warpgroup's values are not needed any more, nor its keys once dq is computed.
     at = (own.b, own.part, own.start_n + W * ROWS, 0)
     _store(dv_out, at, dv, v)
@@ -730,22 +725,20 @@ def _bwd_consume(
 
 
 @gluon.jit
-def _dv_step(
-    i, start, dv, k, t, keys, ends, own, scale, MASKED: gl.constexpr, SCORES: gl.constexpr, LEFT: gl.constexpr
-):  # fmt: skip
+def _dv_step(i, start, dv, k, t, keys, own, scale, MASKED: gl.constexpr, CAUSAL: gl.constexpr):
     slot = _await(t.q, i)
     do = t.do.tiles.index(slot)
-    scores = _product_with(k, t.q.tiles.index(slot), SCORES)
-    lse = t.lse.index(slot).load(gl.SliceLayout(0, SCORES))
+    scores = _product_with(k, t.q.tiles.index(slot))
+    lse = _beside_scores(t.lse, slot)
     scores = warpgroup_mma_wait(0, deps=[scores])
     mbarrier.arrive(t.q.free.index(slot))
     p = gl.exp2(scores * scale - gl.expand_dims(lse, 0))
     if MASKED:
-        p = gl.where(_seen_by(start, keys, ends, own, True, SCORES), p, 0.0)
+        p = gl.where(_seen_by(start, scores, keys, own, CAUSAL), p, 0.0)
     mbarrier.wait(t.ds.free.index(0), (i & 1) ^ 1)
     t.ds.tiles.index(0).store(p)
     mbarrier.arrive(t.ds.full.index(0))
-    left = gl.convert_layout(p.to(do.dtype), LEFT)
+    left = _left(p, do.dtype, dv)
     _await(t.do, i)
     dv = warpgroup_mma(left, do, dv, is_async=True)
     dv, left = warpgroup_mma_wait(0, deps=[dv, left])
@@ -754,39 +747,33 @@ def _dv_step(
 
 
 @gluon.jit
-def _wide_consume(out, t, own, scale, out_scale, MEMBERS: gl.constexpr, CAUSAL: gl.constexpr, VALUES: gl.constexpr):
+def _wide_consume(work, MEMBERS: gl.constexpr, CAUSAL: gl.constexpr, VALUES: gl.constexpr):
     """dv where VALUES, else dk. It goes where the keys or values lay that only this warpgroup reads."""
+    dk_out, dv_out, t, own, scale, dk_scale = work
     ROWS: gl.constexpr = t.k.shape[1]
-    BLOCK_D: gl.constexpr = t.k.shape[2]
     BLOCK_M: gl.constexpr = t.q.tiles.shape[1]
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
+    SCORES: gl.constexpr = _products(BLOCK_M)
     count, masked = own.count, own.masked
-    keys = own.start_n + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
-    keys, ends = _queries_of_keys(keys, own, CAUSAL)
-    gradient = gl.zeros([ROWS, BLOCK_D], gl.float32, layout=OUT)
+    keys = _with_sequences(own.start_n + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES)), own.packed)
+    gradient = _zeros(ROWS, t.k.shape[2])
     mbarrier.wait(t.kv_full.index(0), 0)
     if VALUES:
-        smem = t.k.index(0)
+        out, smem = dv_out, t.k.index(0)
         for member in range(MEMBERS):
+            before = member * count
             for i in range(count - masked):
-                gradient = _dv_step(
-                    member * count + i, 0, gradient, smem, t, keys, ends, own, scale, False, SCORES, LEFT
-                )
+                gradient = _dv_step(before + i, 0, gradient, smem, t, keys, own, scale, False, CAUSAL)
             if CAUSAL or own.packed.ptr is not None:
                 for i in range(count - masked, count):
                     start = own.first + (count - 1 - i) * BLOCK_M
-                    gradient = _dv_step(
-                        member * count + i, start, gradient, smem, t, keys, ends, own, scale, True, SCORES, LEFT
-                    )
+                    gradient = _dv_step(before + i, start, gradient, smem, t, keys, own, scale, True, CAUSAL)
     else:
-        smem = t.v.index(0)
+        out, smem = dk_out, t.v.index(0)
         for i in range(MEMBERS * count):
             slot = _await(t.do, i)
             q = t.q.tiles.index(slot)
-            dp = _product_with(smem, t.do.tiles.index(slot), SCORES)
-            delta = t.delta.index(slot).load(gl.SliceLayout(0, SCORES))
+            dp = _product_with(smem, t.do.tiles.index(slot))
+            delta = _beside_scores(t.delta, slot)
             dp = warpgroup_mma_wait(0, deps=[dp])
             mbarrier.arrive(t.do.free.index(slot))
             mbarrier.wait(t.ds.full.index(0), i & 1)
@@ -795,12 +782,12 @@ def _wide_consume(out, t, own, scale, out_scale, MEMBERS: gl.constexpr, CAUSAL: 
             ds = p * (dp - gl.expand_dims(delta, 0))
             if own.packed.ptr is not None:
                 ds = gl.where(p == 0.0, 0.0, ds)
-            left = gl.convert_layout(ds.to(q.dtype), LEFT)
+            left = _left(ds, q.dtype, gradient)
             _await(t.q, i)
             gradient = warpgroup_mma(left, q, gradient, is_async=True)
             gradient, left = warpgroup_mma_wait(0, deps=[gradient, left])
             mbarrier.arrive(t.q.free.index(slot))
-        gradient = _of_sequences(gradient * out_scale, own.start_n, own)
+        gradient = _of_sequences(gradient * dk_scale, own.start_n, own)
     _store(out, (own.b, own.part, own.start_n, 0), gradient, smem)
     tma.store_wait(0)
 
@@ -876,7 +863,7 @@ def _add_up(
     BLOCK_M: gl.constexpr = t.q.tiles.shape[1]
     BLOCK_D: gl.constexpr = t.k.shape[2]
     BLOCK_N: gl.constexpr = 2 * t.k.shape[1]
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    OUT: gl.constexpr = _products(BLOCK_D)
     SIZE: gl.constexpr = BLOCK_M * BLOCK_D
     for w in gl.static_range(2):
         mbarrier.wait(t.kv_full.index(w), 0)
@@ -893,13 +880,10 @@ def _add_up(
             if CAUSAL:
                 last = gl.minimum(gl.cdiv(start + BLOCK_M + own.diagonal, BLOCK_N) - 1, last)
             slot = _await(t.ds, i)
-            zeros = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, layout=OUT)
-            left, right = (
-                t.ds.tiles.index(slot * 2).permute((1, 0)),
-                t.ds.tiles.index(slot * 2 + 1).permute((1, 0)),
-            )
-            dq = warpgroup_mma(left, t.k.index(0), zeros, use_acc=False, is_async=True)
-            dq = warpgroup_mma(right, t.k.index(1), dq, is_async=True)
+            dq = _zeros(BLOCK_M, BLOCK_D)
+            for w in gl.static_range(2):
+                ds = t.ds.tiles.index(slot * 2 + w).permute((1, 0))
+                dq = warpgroup_mma(ds, t.k.index(w), dq, use_acc=w > 0, is_async=True)
             # Beside the products, and only now: what was written for the tile before has arrived, and is not waited for.
             _pass_turn(before, turn)
             counter = turns_ptr + tile
@@ -917,14 +901,11 @@ def _add_up(
             if block == last:
                 if block > 0:
                     dq = dq + _from_fours(gl.load(sums, cache_modifier=".cg"), BLOCK_M, BLOCK_D, OUT)
-                rows = start + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, OUT))
-                offs_d = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, OUT))
+                rows = gl.expand_dims(start + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, OUT)), 1)
+                columns = gl.expand_dims(gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, OUT)), 0)
                 base = dq_out.ptr + own.b.to(gl.int64) * dq_out.stride_b + h.to(gl.int64) * dq_out.stride_h
-                at = gl.expand_dims(rows.to(gl.int64) * dq_out.stride_n, 1) + gl.expand_dims(
-                    offs_d * dq_out.stride_d, 0
-                )
-                exists = gl.expand_dims(rows < N, 1) & gl.expand_dims(offs_d < D, 0)
-                gl.store(base + at, (dq * dq_scale).to(dq_out.ptr.dtype.element_ty), mask=exists)
+                at = base + (rows.to(gl.int64) * dq_out.stride_n + columns * dq_out.stride_d)
+                gl.store(at, (dq * dq_scale).to(dq_out.ptr.dtype.element_ty), mask=(rows < N) & (columns < D))
             elif block == 0:
                 gl.store(sums, own_part)
             else:  # the only one that adds: in one instruction, which nobody waits for
@@ -959,19 +940,15 @@ def _flash_attention_bwd_hopper_kernel(
     block, head = _place(gl.program_id(0), gl.cdiv(S, BLOCK_N), B * (H // MEMBERS), section, False)
     b, part = head // (H // MEMBERS), head % (H // MEMBERS)
     start_n, diagonal = block * BLOCK_N, S - N
-    packed = Packed(boundaries_ptr, stride_s, sequences)
-    low, high = 0, 0
+    packed = Packed(boundaries_ptr, stride_s, S, 0, sequences)
     if boundaries_ptr is not None:  # tiles of queries end where the last sequence ends that has keys here
         stop = gl.minimum(start_n + BLOCK_N, S)
-        low, high = _packed_in(boundaries_ptr, stride_s, sequences, start_n, stop)
-        begin = _boundary(boundaries_ptr, stride_s, low, 0, S)
-        end = _boundary(boundaries_ptr, stride_s, high, begin, S)
+        packed, begin, end, alone = _within(packed, start_n, stop)
         lowest, seeing_all = begin, begin
         if CAUSAL:
             lowest, seeing_all = start_n, stop - 1
         count = gl.cdiv(gl.maximum(end - lowest, 0), BLOCK_M)
         first = end - count * BLOCK_M
-        alone = (high == low + 1) & (stop <= end)  # else all is masked
         masked = gl.where(alone, gl.cdiv(gl.maximum(seeing_all - first, 0), BLOCK_M), count)
     else:
         first = 0
@@ -981,26 +958,26 @@ def _flash_attention_bwd_hopper_kernel(
             full = gl.cdiv(gl.maximum(start_n + BLOCK_N - 1 - diagonal, 0), BLOCK_M) * BLOCK_M
         count = gl.cdiv(gl.maximum(N - first, 0), BLOCK_M)
         masked = gl.cdiv(gl.maximum(full - first, 0), BLOCK_M)
-    own = Keys(
-        b, part, part * MEMBERS, start_n, first, gl.minimum(masked, count), count, diagonal, S, packed, low, high
-    )
+    masked = gl.minimum(masked, count)
+    own = Keys(b, part, part * MEMBERS, start_n, first, masked, count, diagonal, S, packed)
 
     dtype: gl.constexpr = q.dtype
     VECTOR: gl.constexpr = gl.NVMMASharedLayout(0, 32, rank=1)
     k_tiles, v_tiles = _tiles(dtype, WARPGROUPS, ROWS, BLOCK_D), _tiles(dtype, WARPGROUPS, ROWS, BLOCK_D)
     kv_full = _barriers(WARPGROUPS, 1)
-    q_ring = Ring(_tiles(dtype, STAGES, BLOCK_M, BLOCK_D), _barriers(STAGES, 1), _barriers(STAGES, 2))
-    do_ring = Ring(_tiles(dtype, STAGES, BLOCK_M, BLOCK_D), _barriers(STAGES, 1), _barriers(STAGES, 2))
+    q_ring = _ring(dtype, STAGES, BLOCK_M, BLOCK_D, 0, 2)
+    do_ring = _ring(dtype, STAGES, BLOCK_M, BLOCK_D, 0, 2)
     lse_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], VECTOR)
     delta_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], VECTOR)
     ds_ring, k_free = q_ring, kv_full  # without dq nobody looks at them
     if DQ:
-        ds_ring = Ring(_tiles(dtype, DS_STAGES * 2, ROWS, BLOCK_M), _barriers(DS_STAGES, 2), _barriers(DS_STAGES, 1))
+        ds_tiles = _tiles(dtype, DS_STAGES * 2, ROWS, BLOCK_M)
+        ds_ring = Ring(ds_tiles, None, _barriers(DS_STAGES, 2), _barriers(DS_STAGES, 1))
         k_free = _barriers(1, 1)
     if BLOCK_D > 128:
         P_TILE: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, order=[1, 0])
         p_tile = gl.allocate_shared_memory(gl.float32, [1, ROWS, BLOCK_M], P_TILE)
-        ds_ring = Ring(p_tile, _barriers(1, 1), _barriers(1, 1))
+        ds_ring = Ring(p_tile, None, _barriers(1, 1), _barriers(1, 1))
     t = Buffers(k_tiles, v_tiles, kv_full, q_ring, do_ring, lse_tiles, delta_tiles, ds_ring, k_free)
     fence_async_shared()
     consumer = dk, dv, t, own, scale, dk_scale
@@ -1008,8 +985,8 @@ def _flash_attention_bwd_hopper_kernel(
     if BLOCK_D > 128:
         gl.warp_specialize(
             [
-                (_wide_consume, (dv, t, own, scale, dk_scale, MEMBERS, CAUSAL, True)),
-                (_wide_consume, (dk, t, own, scale, dk_scale, MEMBERS, CAUSAL, False)),
+                (_wide_consume, (consumer, MEMBERS, CAUSAL, True)),
+                (_wide_consume, (consumer, MEMBERS, CAUSAL, False)),
                 (_bwd_produce, (producer, MEMBERS, PARTS)),
             ],
             [4, 1],
@@ -1043,7 +1020,8 @@ def _flash_attention_bwd_hopper_kernel(
 
 @gluon.jit
 def _dq_produce(work, GROUP: gl.constexpr):
-    q, k, v, do, q_tiles, do_tiles, q_full, k_ring, v_ring, b, h, start_m, span, packed = work
+    q, k, v, do, shared = work
+    q_tiles, do_tiles, q_full, k_ring, v_ring, b, h, start_m, span = shared
     ROWS: gl.constexpr = q_tiles.shape[1]
     BLOCK_D: gl.constexpr = q_tiles.shape[2]
     BLOCK_N: gl.constexpr = k_ring.tiles.shape[1]
@@ -1052,29 +1030,27 @@ def _dq_produce(work, GROUP: gl.constexpr):
         tma.async_copy_global_to_shared(q, (b, h, start_m + w * ROWS, 0), q_full.index(w), q_tiles.index(w))
         tma.async_copy_global_to_shared(do, (b, h, start_m + w * ROWS, 0), q_full.index(w), do_tiles.index(w))
     for i in range(span.count):
-        at = (b, h // GROUP, _start_of(i, span, packed, BLOCK_N), 0)
+        at = (b, h // GROUP, _start_of(i, span, BLOCK_N), 0)
         _copy(k, at, k_ring, _claim(k_ring, i, BLOCK_N * BLOCK_D * 2))
         _copy(v, at, v_ring, _claim(v_ring, i, BLOCK_N * BLOCK_D * 2))
 
 
 @gluon.jit
-def _dq_step(
-    i, dq, q, do, lse, delta, k_ring, v_ring, first_keys, last_keys, span, packed, diagonal, S, scale,
-    MASKED: gl.constexpr, CAUSAL: gl.constexpr, SCORES: gl.constexpr, LEFT: gl.constexpr,
-):  # fmt: skip
+def _dq_step(i, dq, own, k_ring, v_ring, span, diagonal, S, scale, MASKED: gl.constexpr, CAUSAL: gl.constexpr):
+    q, do, lse, delta, rows = own
     slot = _await(k_ring, i)
     k = k_ring.tiles.index(slot)
-    scores = _product_with(q, k, SCORES)
+    scores = _product_with(q, k)
     _await(v_ring, i)
-    dp = _product_with(do, v_ring.tiles.index(slot), SCORES)
+    dp = _product_with(do, v_ring.tiles.index(slot))
     scores = warpgroup_mma_wait(1, deps=[scores])
     p = gl.exp2(scores * scale - gl.expand_dims(lse, 1))
     if MASKED:
-        p = gl.where(_seen(i, first_keys, last_keys, span, packed, diagonal, S, CAUSAL, SCORES), p, 0.0)
+        p = gl.where(_seen(i, scores, rows, span, diagonal, S, CAUSAL), p, 0.0)
     dp = warpgroup_mma_wait(0, deps=[dp])
     mbarrier.arrive(v_ring.free.index(slot))
     ds = p * (dp - gl.expand_dims(delta, 1))
-    left = gl.convert_layout(ds.to(q.dtype), LEFT)
+    left = _left(ds, q.dtype, dq)
     dq = warpgroup_mma(left, k, dq, is_async=True)
     dq, left = warpgroup_mma_wait(0, deps=[dq, left])
     mbarrier.arrive(k_ring.free.index(slot))
@@ -1083,33 +1059,22 @@ def _dq_step(
 
 @gluon.jit
 def _dq_consume(work, CAUSAL: gl.constexpr, W: gl.constexpr):
-    dq_out, lse_ptr, delta_ptr, q_tiles, do_tiles, q_full, k_ring, v_ring, at, span, packed, N, S, scale, dq_scale = (
-        work
-    )
-    b, h, start_m = at
+    dq_out, lse_ptr, delta_ptr, shared, N, S, scale, dq_scale = work
+    q_tiles, do_tiles, q_full, k_ring, v_ring, b, h, start_m, span = shared
     ROWS: gl.constexpr = q_tiles.shape[1]
     BLOCK_D: gl.constexpr = q_tiles.shape[2]
     BLOCK_N: gl.constexpr = k_ring.tiles.shape[1]
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
-    rows = start_m + W * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
-    first_keys, last_keys = _keys_of_rows(rows, span, packed, N, CAUSAL)
+    rows = start_m + W * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, _products(BLOCK_N)))
     lse = gl.load(lse_ptr + rows)
     delta = gl.load(delta_ptr + rows)
     q, do = q_tiles.index(W), do_tiles.index(W)
-    dq = gl.zeros([ROWS, BLOCK_D], gl.float32, layout=OUT)
+    own = q, do, lse, delta, _with_sequences(rows, span.packed)
+    dq = _zeros(ROWS, BLOCK_D)
     mbarrier.wait(q_full.index(W), 0)
     for i in range(span.masked):
-        dq = _dq_step(
-            i, dq, q, do, lse, delta, k_ring, v_ring, first_keys, last_keys, span, packed, S - N, S, scale,
-            True, CAUSAL, SCORES, LEFT,
-        )  # fmt: skip
+        dq = _dq_step(i, dq, own, k_ring, v_ring, span, S - N, S, scale, True, CAUSAL)
     for i in range(span.masked, span.count):
-        dq = _dq_step(
-            i, dq, q, do, lse, delta, k_ring, v_ring, first_keys, last_keys, span, packed, S - N, S, scale,
-            False, CAUSAL, SCORES, LEFT,
-        )  # fmt: skip
+        dq = _dq_step(i, dq, own, k_ring, v_ring, span, S - N, S, scale, False, CAUSAL)
     _store(dq_out, (b, h, start_m + W * ROWS, 0), dq * dq_scale, q)
     tma.store_wait(0)
 
@@ -1128,21 +1093,19 @@ def _flash_attention_bwd_dq_hopper_kernel(
 ):  # fmt: skip
     block, head = _place(gl.program_id(0), gl.cdiv(N, 2 * ROWS), B * H, section, CAUSAL)
     b, h, start_m = head // H, head % H, block * (2 * ROWS)
-    packed = Packed(boundaries_ptr, stride_s, sequences)
+    packed = Packed(boundaries_ptr, stride_s, N, 0, sequences)
     span = _keys_of(start_m, N, S, packed, CAUSAL, 2 * ROWS, BLOCK_N)
     lse_ptr += head.to(gl.int64) * n_padded
     delta_ptr += head.to(gl.int64) * n_padded
 
     dtype: gl.constexpr = q.dtype
     q_tiles, do_tiles, q_full = _tiles(dtype, 2, ROWS, BLOCK_D), _tiles(dtype, 2, ROWS, BLOCK_D), _barriers(2, 1)
-    k_ring = Ring(_tiles(dtype, STAGES, BLOCK_N, BLOCK_D), _barriers(STAGES, 1), _barriers(STAGES, 2))
-    v_ring = Ring(_tiles(dtype, STAGES, BLOCK_N, BLOCK_D), _barriers(STAGES, 1), _barriers(STAGES, 2))
+    k_ring = _ring(dtype, STAGES, BLOCK_N, BLOCK_D, 0, 2)
+    v_ring = _ring(dtype, STAGES, BLOCK_N, BLOCK_D, 0, 2)
     fence_async_shared()
-    consumer = (
-        dq, lse_ptr, delta_ptr, q_tiles, do_tiles, q_full, k_ring, v_ring, (b, h, start_m), span, packed,
-        N, S, scale, dq_scale,
-    )  # fmt: skip
-    producer = q, k, v, do, q_tiles, do_tiles, q_full, k_ring, v_ring, b, h, start_m, span, packed
+    shared = q_tiles, do_tiles, q_full, k_ring, v_ring, b, h, start_m, span
+    consumer = dq, lse_ptr, delta_ptr, shared, N, S, scale, dq_scale
+    producer = q, k, v, do, shared
     gl.warp_specialize(
         [
             (_dq_consume, (consumer, CAUSAL, 0)),
