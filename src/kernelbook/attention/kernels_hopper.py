@@ -133,12 +133,11 @@ class Span(NamedTuple):
 
 @gluon.jit
 def _within(packed, start, stop):
-    """-> the sequences that have rows from start to stop; their begin and end; whether all of the rows are of one."""
+    """-> the sequences that have rows from start to stop; where they begin and end."""
     low, high = _packed_in(packed.ptr, packed.stride, packed.high, start, stop)
     begin = _boundary(packed.ptr, packed.stride, low, 0, packed.N)
     end = _boundary(packed.ptr, packed.stride, high, begin, packed.N)
-    alone = (high == low + 1) & (stop <= end)  # else all scores are masked
-    return Packed(packed.ptr, packed.stride, packed.N, low, high), begin, end, alone
+    return Packed(packed.ptr, packed.stride, packed.N, low, high), begin, end
 
 
 @gluon.jit
@@ -146,10 +145,11 @@ def _keys_of(start_m, N, S, packed, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr,
     begin, top = 0, 0
     if packed.ptr is not None:
         stop = gl.minimum(start_m + BLOCK_M, N)
-        packed, begin, end, alone = _within(packed, start_m, stop)
+        packed, begin, end = _within(packed, start_m, stop)
         last, seen_by_all = end, end
         if CAUSAL:
             last, seen_by_all = gl.minimum(stop, end), start_m + 1
+        alone = (packed.high == packed.low + 1) & (stop <= end)  # else all is masked
         full = gl.where(alone, (seen_by_all - begin) // BLOCK_N, 0)
         top = gl.where(last > begin, last - BLOCK_N, N)
     else:
@@ -190,17 +190,16 @@ def _seen(i, scores, rows, span, diagonal, S, CAUSAL: gl.constexpr):
     BLOCK_N: gl.constexpr = scores.shape[1]
     queries, begins, ends = rows
     keys = _start_of(i, span, BLOCK_N) + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, scores.type.layout))
-    keys = gl.expand_dims(keys, 0)
     last = queries
     if span.packed.ptr is not None:  # what the last tile has of the one before it is seen there
         first = gl.maximum(begins, span.begin + (span.count - 1 - i) * BLOCK_N)
-        seen = keys >= gl.expand_dims(first, 1)
+        seen = gl.expand_dims(keys, 0) >= gl.expand_dims(first, 1)
         if not CAUSAL:
             last = ends - 1
     else:
-        seen = keys < S
+        seen = gl.expand_dims(keys < S, 0)
     if CAUSAL or span.packed.ptr is not None:
-        seen = seen & (keys <= gl.expand_dims(last, 1) + diagonal)
+        seen = seen & (gl.expand_dims(keys, 0) <= gl.expand_dims(last, 1) + diagonal)
     else:
         seen = seen & (gl.expand_dims(last, 1) >= 0)
     return seen
@@ -423,7 +422,6 @@ def _consume(work, OVERLAP: gl.constexpr, CAUSAL: gl.constexpr, REST: gl.constex
         head, start_m, span = _block(round, p, CAUSAL, WARPGROUPS * ROWS, BLOCK_N)
         queries = start_m + W * ROWS + gl.arange(0, ROWS, layout=ROW)
         rows = _with_sequences(queries, span.packed)
-        block = before, before - round, rows, span  # each round's first tile has no turn
         m = gl.full([ROWS], float("-inf"), gl.float32, layout=ROW)
         acc = _zeros(ROWS, BLOCK_D)
         more = 0.0
@@ -438,6 +436,7 @@ def _consume(work, OVERLAP: gl.constexpr, CAUSAL: gl.constexpr, REST: gl.constex
             seen = _seen(0, scores, rows, span, p.S - p.N, p.S, CAUSAL)
             weights, l, m, _alpha = _softmax(gl.where(seen, scores, float("-inf")), m, p.scale, True)
             left = _left(weights, v.tiles.dtype, acc)
+            block = before, before - round, rows, span  # each round's first tile has no turn
             if CAUSAL or p.packed.ptr is not None:  # else only the first tile is masked
                 for i in range(1, span.masked):
                     acc, more, l, m, left = _step(i, acc, more, l, m, left, rings, turn, block, p, W, True, CAUSAL, REST)
@@ -454,6 +453,7 @@ def _consume(work, OVERLAP: gl.constexpr, CAUSAL: gl.constexpr, REST: gl.constex
                 acc, left = warpgroup_mma_wait(0, deps=[acc, left])
             mbarrier.arrive(v.free.index(slot))
         else:
+            block = before, 0, rows, span
             l = gl.sum(_zeros(ROWS, BLOCK_N).reshape([ROWS, BLOCK_N // 8, 8]), axis=1)
             for i in range(span.masked):
                 acc, l, m = _step_alone(i, acc, l, m, rings, block, p, W, True, CAUSAL)
@@ -943,12 +943,13 @@ def _flash_attention_bwd_hopper_kernel(
     packed = Packed(boundaries_ptr, stride_s, S, 0, sequences)
     if boundaries_ptr is not None:  # tiles of queries end where the last sequence ends that has keys here
         stop = gl.minimum(start_n + BLOCK_N, S)
-        packed, begin, end, alone = _within(packed, start_n, stop)
+        packed, begin, end = _within(packed, start_n, stop)
         lowest, seeing_all = begin, begin
         if CAUSAL:
             lowest, seeing_all = start_n, stop - 1
         count = gl.cdiv(gl.maximum(end - lowest, 0), BLOCK_M)
         first = end - count * BLOCK_M
+        alone = (packed.high == packed.low + 1) & (stop <= end)  # else all is masked
         masked = gl.where(alone, gl.cdiv(gl.maximum(seeing_all - first, 0), BLOCK_M), count)
     else:
         first = 0
@@ -1065,10 +1066,10 @@ def _dq_consume(work, CAUSAL: gl.constexpr, W: gl.constexpr):
     BLOCK_D: gl.constexpr = q_tiles.shape[2]
     BLOCK_N: gl.constexpr = k_ring.tiles.shape[1]
     rows = start_m + W * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, _products(BLOCK_N)))
-    lse = gl.load(lse_ptr + rows)
-    delta = gl.load(delta_ptr + rows)
+    keys = _with_sequences(rows, span.packed)
+    lse, delta = gl.load(lse_ptr + rows), gl.load(delta_ptr + rows)
     q, do = q_tiles.index(W), do_tiles.index(W)
-    own = q, do, lse, delta, _with_sequences(rows, span.packed)
+    own = q, do, lse, delta, keys
     dq = _zeros(ROWS, BLOCK_D)
     mbarrier.wait(q_full.index(W), 0)
     for i in range(span.masked):
