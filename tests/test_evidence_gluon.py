@@ -277,10 +277,11 @@ ATTENTION = (
 )
 
 
-@pytest.mark.filterwarnings("ignore:(overflow|invalid)")
-@pytest.mark.parametrize("problem", ATTENTION, ids=lambda p: "-".join(map(str, p[:7])))
-def test_attention(problem: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    d, causal, b, h, h_kv, n, s, (rows, block_n, warpgroups, stages, overlap) = problem
+def _small_tiles(
+    d: int, tiles: tuple[Any, ...], at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[str], list[torch.Tensor]]:
+    """-> the kernels that are launched, and the counters of turns."""
+    rows, block_n, warpgroups, stages, overlap = tiles
     width = triton.next_power_of_2(d)
     blocks = {"BLOCK_D": width, "ROWS": rows, "STAGES": stages}
     forward = blocks | {"BLOCK_N": block_n, "WARPGROUPS": warpgroups, "OVERLAP": overlap, "REST": 0}
@@ -290,8 +291,7 @@ def test_attention(problem: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) ->
         "dq": blocks | {"BLOCK_N": block_n},
         "bwd": blocks | {"BLOCK_M": 16, "DQ": True, "DS_STAGES": 2},
     }
-    at_once = d == 32 and s >= n
-    launched = []
+    launched: list[str] = []
 
     def config(kernel: str, *_: Any) -> triton.Config:
         if kernel == "bwd" and not at_once:
@@ -299,22 +299,33 @@ def test_attention(problem: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) ->
         launched.append(kernel)
         return triton.Config(configs[kernel], num_warps=4)
 
-    def grid(num_blocks: int, heads: int, width: int, causal: bool, num_sms: int) -> tuple[int, int]:
+    def grid(num_blocks: int, heads: int, width: int, causal: bool, packed: bool, num_sms: int) -> tuple[int, int]:
         order = 1 + num_blocks % 2 if causal else 0
         return min(3, num_blocks * heads // (1 + order % 2)), order  # programs that stay for several blocks
 
     monkeypatch.setattr(hopper, "config", config)
     monkeypatch.setattr(hopper, "forward_grid", grid)
-    monkeypatch.setattr(hopper, "parts", lambda heads, s, group, d, num_sms: 1 if causal else max(1, group // 2))
+    monkeypatch.setattr(hopper, "parts", lambda heads, s, group, d, num_sms: max(1, group // 2))
     monkeypatch.setattr(hopper, "programs_wait_little", lambda *_: True)
     monkeypatch.setattr(attention_kernels, "section", lambda *_: 4)
-    turns = []
+    turns: list[torch.Tensor] = []
 
     def counters(count: int, _: torch.device) -> torch.Tensor:
         turns.append(torch.zeros(count, dtype=torch.int32))
         return turns[-1]
 
     monkeypatch.setattr(backward, "counters", counters)
+    return launched, turns
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid|divide)")
+@pytest.mark.parametrize("problem", ATTENTION, ids=lambda p: "-".join(map(str, p[:7])))
+def test_attention(problem: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    d, causal, b, h, h_kv, n, s, tiles = problem
+    at_once = d == 32 and s >= n
+    launched, turns = _small_tiles(d, tiles, at_once, monkeypatch)
+    if causal:
+        monkeypatch.setattr(hopper, "parts", lambda *_: 1)
     shapes = {"q": (b, h, n, d), "k": (b, h_kv, s, d), "v": (b, h_kv, s, d)}
     inputs = {name: randn(*shape, dtype=F16) for name, shape in shapes.items()}
     if n % 20:  # probabilities of what does not exist would be large
@@ -326,3 +337,33 @@ def test_attention(problem: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) ->
     check_attention({"causal": causal}, inputs)
     assert {*launched} == ({"fwd", "bwd"} if at_once else {"fwd", "dkdv", "dq"})
     assert bool(turns) == at_once and not any(t.any() for t in turns), "as the next launch needs them"
+
+
+# Features, heads, of keys; boundaries, queries: sequences longer than a tile, empty, of one row, many in a tile, rows behind.
+PACKED = (
+    (32, 2, 1, (0, 20, 20, 21, 75, 75), 90, (16, 16, 2, 2, True)),
+    (32, 4, 1, (0, 90), 90, (16, 32, 3, 2, False)),
+    (32, 2, 2, (0, 32, 64, 96), 96, (16, 16, 2, 3, True)),
+    (128, 2, 1, (0, 1, 2, 3, 50), 61, (16, 16, 2, 2, True)),
+    (96, 2, 1, (0, 40, 41, 100), 130, (16, 16, 2, 2, True)),
+    (256, 2, 1, (0, 0, 45, 70), 75, (16, 16, 2, 2, True)),
+    (32, 1, 1, (0,), 20, (16, 16, 2, 2, True)),
+)
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid|divide)")
+@pytest.mark.parametrize("causal", (False, True))
+@pytest.mark.parametrize("problem", PACKED, ids=lambda p: "-".join(map(str, p[:5])))
+def test_packed_attention(problem: tuple[Any, ...], causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against each sequence alone; NaN in keys behind the last."""
+    d, h, h_kv, rows, n, tiles = problem
+    launched, _ = _small_tiles(d, tiles, False, monkeypatch)
+    inputs = {name: randn(1, heads, n, d, dtype=F16) for name, heads in (("q", h), ("k", h_kv), ("v", h_kv))}
+    for name in "kv":
+        inputs[name][:, :, rows[-1] :] = float("nan")
+    if h > h_kv:
+        inputs["sinks"] = randn(h)
+    else:  # largest scores that are far apart
+        inputs["q"] *= 10
+    check_attention({"causal": causal, "cu_seqlens": torch.tensor(rows)}, inputs, ("q", "k", "v"))
+    assert {*launched} == {"fwd", "dkdv", "dq"}

@@ -98,7 +98,7 @@ def test_a_descriptor_has_the_key_of_its_form(monkeypatch: pytest.MonkeyPatch) -
     x, y = (torch.zeros(rows, 8, dtype=torch.float16)[:, :4] for rows in (6, 9))
     one, other = launch.block(2, 4), launch.block(4, 4)
     [made] = launch.Launch._key(0, (launch.Descriptor(x, one),))[1]
-    assert made.base == (x.data_ptr(), x.dtype) and made.block_shape == [2, 4]
+    assert (made.base.data_ptr(), made.base.dtype) == (x.data_ptr(), x.dtype) and made.block_shape == [2, 4]
     assert made.shape == [6, 4] and made.strides == [8, 1]
     assert launch.Launch._key(0, (launch.Descriptor(x, launch.block(2, 4)),))[1][0] is made
     assert _key(launch.Descriptor(x, one)) == _key(launch.Descriptor(y, one))

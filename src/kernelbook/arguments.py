@@ -41,7 +41,12 @@ def check_tensor(
     if dims is not None and value.ndim != dims:
         expected = ("no dimension", "one dimension", "two dimensions", "three dimensions")[dims]
         raise ValueError(f"{op}: {name} must have {expected}, got shape {tuple(value.shape)}")
-    _check_transforms(op, name, value)
+    if not torch.compiler.is_compiling():
+        # Forward-mode differentiation would leave the operator out silently.
+        forward_mode = forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None
+        if forward_mode or torch._C._functorch.is_gradtrackingtensor(value):
+            how = "forward mode (torch.func.jvp, torch.autograd.forward_ad)" if forward_mode else "torch.func"
+            raise NotImplementedError(f"{op}: {name} must be differentiated by torch.autograd (backward), got {how}")
     if value.dtype == torch.bfloat16 and not value.is_meta and not runtime.properties(value.device).has_tensor_cores:
         _warn_of_bfloat16(runtime.properties(value.device).name)
     if value.device.type in ("meta", "cuda"):
@@ -56,19 +61,6 @@ def check_tensor(
         )
     if not runtime.INTERPRET and runtime.HAS_GPU:
         raise ValueError(f"{op}: {name} must be on the GPU, got cpu (on the CPU, kernels need TRITON_INTERPRET=1)")
-
-
-def _check_transforms(op: str, name: str, value: torch.Tensor) -> None:
-    """Raise under forward-mode differentiation, which an operator would leave out silently, and under ``func.grad``."""
-    if torch.compiler.is_compiling():
-        return
-    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None:
-        how = "forward mode (torch.func.jvp, torch.autograd.forward_ad)"
-    elif torch._C._functorch.is_gradtrackingtensor(value):
-        how = "torch.func"
-    else:
-        return
-    raise NotImplementedError(f"{op}: {name} must be differentiated by torch.autograd (backward), got {how}")
 
 
 def check_dtype(op: str, name: str, value: torch.Tensor, dtypes: Sequence[torch.dtype]) -> None:

@@ -4,6 +4,7 @@ Gluon is experimental, and this is the one place that knows what moved. ``USABLE
 all: a Triton that nobody has tried them with runs those that every GPU has.
 """
 
+import contextlib
 from types import ModuleType
 from typing import Any
 
@@ -23,7 +24,8 @@ def _named(module: Any, **newer: str) -> Any:
 tma: Any = None
 async_copy: Any = None
 thread_barrier: Any = None
-try:
+USABLE = False
+with contextlib.suppress(ImportError, AttributeError):
     from triton.experimental.gluon import language
     from triton.experimental.gluon.language import shared_memory_descriptor
     from triton.experimental.gluon.language.nvidia import ampere, hopper
@@ -34,7 +36,4 @@ try:
     tma = _named(hopper.tma, async_copy_global_to_shared="async_load", async_copy_shared_to_global="async_store")
     async_copy = _named(ampere.async_copy, async_copy_global_to_shared="async_load")
     thread_barrier = language.barrier if hasattr(language, "barrier") else language.thread_barrier
-except (ImportError, AttributeError):
-    USABLE = False
-else:
     USABLE = runtime.TRITON_IS_TRIED

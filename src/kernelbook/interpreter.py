@@ -2,37 +2,57 @@
 
 On a newer NumPy: Triton 3.6 takes an array of one element for a number, NumPy 2.4 does not, and a loop up to a number that a
 kernel is given failed. Masks of truth values: "&" of a number and a tile gives integers, which loads refuse from Triton 3.9 on.
-Rows that are the same bits in any tile, within ``same_bits``. And float32 in the place of bfloat16, whose arithmetic is
-silently wrong in it.
+Rows that are the same bits in any tile, within ``same_bits``. One kernel at a time: of two threads the first that ends would
+take the patches of triton.language away from the other, and programs share one index. And float32 in the place of bfloat16,
+whose arithmetic is silently wrong in it.
 """
 
 import contextlib
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
-from kernelbook import runtime
+from kernelbook import runtime  # before Triton, which it sets up
+
+# isort: split
+from triton.runtime import interpreter
 
 
 def mend() -> None:
-    """Have a kernel's numbers be numbers to Python too, as Triton 3.7 does."""
-    from triton.runtime import interpreter
+    """Replace what is wrong in the interpreter, what two threads cannot share, and what takes half of its time for nothing."""
+    patch_tensor, patch_lang = interpreter._patch_lang_tensor, interpreter._patch_lang
+    run, patched, lock = interpreter.InterpretedFunction.run, set[int](), threading.RLock()
 
-    patch: Any = getattr(interpreter, "_patch_lang_tensor", None)
-
-    def patch_tensor(tensor: Any, *scope: Any) -> None:
-        patch(tensor, *scope)  # the scope puts back what it has replaced, this too
+    def with_index(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)  # the scope puts back what it has replaced, this too
         tensor.__index__ = lambda self: int(self.handle.data.squeeze())
 
-    if patch is not None:
-        interpreter._patch_lang_tensor = patch_tensor
-    builder: Any = type(interpreter.interpreter_builder)
+    def patch_once(function: Any) -> Any:
+        """Patch triton.language once a launch; Triton does so whenever a kernel calls a function."""
+        module = id(function.__globals__)
+        if module in patched:
+            return None
+        patched.add(module)
+        return patch_lang(function)
+
+    @functools.wraps(run)
+    def run_alone(*args: Any, **kwargs: Any) -> Any:
+        with lock:
+            patched.clear()
+            return run(*args, **kwargs)
+
+    interpreter._patch_lang_tensor, interpreter._patch_lang = with_index, patch_once
+    interpreter.InterpretedFunction.run = run_alone
+    builder: Any = interpreter.interpreter_builder
+    # It computes every sum and product of integers twice, to look for overflows, and only then asks whether to tell.
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=builder.options.debug)
     for name, place in (("create_masked_load", 1), ("create_masked_store", 2), ("create_atomic_rmw", 3)):
-        setattr(builder, name, _with_mask_of_bool(getattr(builder, name), place))
-    builder.create_dot = _row_by_row(builder.create_dot)
+        setattr(type(builder), name, _with_mask_of_bool(getattr(type(builder), name), place))
+    type(builder).create_dot = _row_by_row(type(builder).create_dot)
 
 
 def _with_mask_of_bool(function: Callable[..., Any], place: int) -> Callable[..., Any]:

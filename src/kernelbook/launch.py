@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -22,15 +23,11 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-# --- the launcher ---------------------------------------------------------------------------------------------------
-
 # FMA contraction is pinned: it is part of what a kernel computes, and no version's default decides it.
 OPTIONS = {"enable_fp_fusion": True}
 _RUN = JITFunction.run
 _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 _current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-
-
 # Whether compiled kernels are called without ``kernel[grid]``.
 _CALLS_COMPILED = not runtime.INTERPRET and runtime.HAS_GPU and torch.version.hip is None and runtime.TRITON_IS_TRIED
 
@@ -81,16 +78,6 @@ class Descriptor(NamedTuple):
     block: Block
 
 
-class _Address(NamedTuple):
-    """Stands for a tensor in a descriptor that is kept: it says where memory begins, and keeps none."""
-
-    address: int
-    dtype: torch.dtype
-
-    def data_ptr(self) -> int:
-        return self.address
-
-
 def _descriptor(base: Any, shape: Sequence[int], strides: Sequence[int], block: Block) -> Any:
     """Return Triton's own descriptor (without a layout) or Gluon's (with one)."""
     if block.layout is None:
@@ -103,7 +90,8 @@ def _descriptor(base: Any, shape: Sequence[int], strides: Sequence[int], block: 
 # Triton checks a descriptor where it is made, which takes the host longer than a small launch; steps use the same memory again.
 @functools.lru_cache(maxsize=4096)
 def _kept_descriptor(address: int, dtype: torch.dtype, *of: Any) -> Any:
-    return _descriptor(_Address(address, dtype), *of)
+    # In the place of the tensor stands what says where its memory begins, and keeps none; what is called is written in C.
+    return _descriptor(SimpleNamespace(data_ptr=address.__int__, dtype=dtype), *of)
 
 
 def _parts(args: tuple[Any, ...]) -> Iterator[Any]:
@@ -262,9 +250,13 @@ class AutotunedLaunch(Launch):
         kinds = ((part - 1).bit_length() if type(part) is int else getattr(part, "dtype", type(part)) for part in parts)
         found = self._best.get(key := (first.device, *kinds))
         if found is None and not torch.cuda.is_current_stream_capturing():
+            given = {k: v for k, v in self.constants.items() if k not in ("num_warps", "num_stages")}
+            named = {**dict(zip(self.kernel.arg_names, args, strict=False)), **given}
+            plain = [name for name, value in named.items() if isinstance(value, int | str)]  # what a file can hold
+            tuner = triton.autotune(self.configs(), key=plain, cache_results=True)(self.kernel)
             with runtime.on_device_of(first):
-                options = self._search(grid, args)
-            found = self._best[key] = _launcher(self.kernel, **{**self.constants, **options})
+                tuner[grid](*map(_for_triton, args), **{**OPTIONS, **given})
+            found = self._best[key] = _launcher(self.kernel, **given, **tuner.best_config.all_kwargs())
         if found is None:
             super().__call__(grid, *args)
         else:
@@ -274,19 +266,9 @@ class AutotunedLaunch(Launch):
         """Return what is tried: the rule's warps and stages first, then half and twice the warps, and a stage fewer and more."""
         warps, stages = self.constants.get("num_warps", 4), self.constants.get("num_stages", 3)
         pairs = [(w, s) for w in (warps, warps // 2, 2 * warps) for s in (stages, stages - 1, stages + 1)]
-        near = [(w, s) for w, s in pairs if 1 <= w <= MAX_WARPS and s >= 1 and (s == stages or w >= warps)]
+        # No more than 32 warps: a program has 1,024 threads at most.
+        near = [(w, s) for w, s in pairs if 1 <= w <= 32 and s >= 1 and (s == stages or w >= warps)]
         return [triton.Config({}, num_warps=w, num_stages=s) for w, s in near]
-
-    def _search(self, grid: tuple[int, ...], args: tuple[Any, ...]) -> dict[str, int]:
-        given = {k: v for k, v in self.constants.items() if k not in ("num_warps", "num_stages")}
-        named = {**dict(zip(self.kernel.arg_names, args, strict=False)), **given}
-        plain = [name for name, value in named.items() if isinstance(value, int | str)]  # what a file can hold
-        tuner = triton.autotune(self.configs(), key=plain, cache_results=True)(self.kernel)
-        tuner[grid](*map(_for_triton, args), **{**OPTIONS, **given})
-        return {"num_warps": tuner.best_config.num_warps, "num_stages": tuner.best_config.num_stages}
-
-
-MAX_WARPS = 32  # 1,024 threads a program
 
 
 def launcher(kernel: Any, /, *, repeatable: Any = False, **constants: Any) -> Launch:

@@ -109,8 +109,8 @@ def _choose_mode(requested: str | None, has_gpu: bool) -> bool:
 
 def _set_up_triton(interpret: bool) -> None:
     """Switch Triton's interpreter on or off before Triton is imported, or mend what was imported before."""
-    if "triton" not in sys.modules:
-        os.environ["TRITON_INTERPRET"] = "1" if interpret else "0"
+    # Triton reads the variable when it is imported, and anew for each kernel that is defined.
+    os.environ["TRITON_INTERPRET"] = "1" if interpret else "0"
     import triton.language as tl
     from triton.runtime.interpreter import InterpretedFunction
 
@@ -127,44 +127,6 @@ def _set_up_triton(interpret: bool) -> None:
             f"before kernelbook and is set up the other way. Import kernelbook before Triton (and before anything that "
             f"imports Triton), or start Python with TRITON_INTERPRET={value}."
         )
-    # Kernels that are defined from here on read the variable anew.
-    os.environ["TRITON_INTERPRET"] = "1" if interpret else "0"
-    if interpret:
-        _launch_one_at_a_time()
-
-
-def _launch_one_at_a_time() -> None:
-    """Have the interpreter run one kernel at a time, without what it does over and over for nothing: half of its time.
-
-    It patches triton.language while a kernel runs, and its programs share one index: with two threads in it, the first that
-    ends takes the patches away from the other.
-    """
-    from triton.runtime import interpreter
-
-    # It patches triton.language whenever a kernel calls a function. What was patched for the launch is patched still.
-    patch: Any = getattr(interpreter, "_patch_lang", None)
-    run, patched, lock = interpreter.InterpretedFunction.run, set[int](), threading.RLock()
-
-    def patch_once(function: Any) -> Any:
-        module = id(function.__globals__)
-        if module in patched:
-            return None
-        patched.add(module)
-        return patch(function)
-
-    @functools.wraps(run)
-    def launch(*args: Any, **kwargs: Any) -> Any:
-        with lock:
-            patched.clear()
-            return run(*args, **kwargs)
-
-    interpreter.InterpretedFunction.run = launch
-    if patch is not None:
-        interpreter._patch_lang = patch_once
-    # It computes every sum and product of integers twice, to look for overflows, and only then asks whether to tell.
-    builder: Any = getattr(interpreter, "interpreter_builder", None)
-    with contextlib.suppress(AttributeError, TypeError):  # a Triton without these options
-        builder.options = dataclasses.replace(builder.options, sanitize_overflow=builder.options.debug)
 
 
 def _interpret_helpers() -> None:
@@ -417,15 +379,14 @@ def ensure_context(device: torch.device) -> None:
 
 def on_device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
     """Make the GPU that holds ``tensor`` the current one: Triton launches on the current device."""
-    if not tensor.is_cuda:
-        return contextlib.nullcontext()
-    ensure_context(tensor.device)
-    return torch.cuda.device(tensor.device)
+    if tensor.is_cuda:
+        ensure_context(tensor.device)
+    return torch.cuda.device_of(tensor)
 
 
 def debug_enabled() -> bool:
     """Return whether ``KERNELBOOK_DEBUG=1`` asks for the checks that cost a synchronisation."""
-    # Each call with ids asks, and ``os.environ`` itself takes over a microsecond to say that a variable is not there.
+    # Each call with ids asks, and ``os.environ`` itself takes half a microsecond to say that a variable is not there.
     # What it holds are bytes, on Windows strings; a test may put a plain dictionary in its place.
     held: Any = getattr(os.environ, "_data", os.environ)
     return bool(held.get(b"KERNELBOOK_DEBUG") == b"1" or held.get("KERNELBOOK_DEBUG") == "1")

@@ -27,7 +27,7 @@ class GradientKernels:
 
 
 def choose_kernels(p: Problem) -> GradientKernels:
-    at_once = None if p.causal and p.s < p.n else _all_gradients(p)
+    at_once = None if p.packed or (p.causal and p.s < p.n) else _all_gradients(p)
     if at_once is not None:
         return at_once
     n_padded, splits, config = p.n, 1, launches.hopper_config("dkdv", p)
@@ -89,6 +89,7 @@ class BackwardPlan:
     scaling: launches.Scaling
     delta: Launch
     delta_grid: tuple[int]
+    copies: int  # of lse and delta
     dsinks: Launch
     kernels: GradientKernels
 
@@ -101,9 +102,11 @@ def _plan(
         return None
     p = launches.problem(q, k, lengths, sinks, causal, window, softcap, cu_seqlens=cu_seqlens)
     chosen = choose_kernels(launches.with_tma(p, gluon, (q, k, v, do), (q, k, v)))
+    padded = chosen.dkdv.vectors is not None
+    copies = launches.kernels_hopper.COPIES.value if padded and p.packed else 1
     config, acc, scaling = kernels.DELTA_CONFIG, tl_accumulator(p.dtype), launches.scaling(q, scale)
     delta = launcher(
-        kernels._flash_attention_bwd_delta_kernel, D=p.d, ACC=acc, PADDED=chosen.dkdv.vectors is not None,
+        kernels._flash_attention_bwd_delta_kernel, D=p.d, ACC=acc, PADDED=padded, COPIES=copies,
         BLOCK_D=kernels.block_d(p.d), **config.kwargs, num_warps=config.num_warps,
     )  # fmt: skip
     delta_grid = (cdiv(chosen.n_padded, config.kwargs["BLOCK_M"]) * p.b * p.h,)
@@ -111,7 +114,7 @@ def _plan(
     dsinks = launcher(kernel, ACC=acc, **config.kwargs, num_warps=config.num_warps)
     # A hook of saved tensors may have brought an lse with other strides.
     as_they_lie = scaling.queries == 1 and lse.is_contiguous() and all(map(is_readable, (do, q, k, v, o)))
-    return BackwardPlan(as_they_lie, scaling, delta, delta_grid, dsinks, chosen)
+    return BackwardPlan(as_they_lie, scaling, delta, delta_grid, copies, dsinks, chosen)
 
 
 def _run(
@@ -124,8 +127,9 @@ def _run(
     if not plan.readable:
         do, q, k, v, o = map(readable, (do, q, k, v, o))
         lse = lse.contiguous()
-    delta = empty((b, h, n_padded), lse.dtype, q)
-    padded = lse if dkdv.vectors is None else empty((b, h, n_padded), lse.dtype, q)
+    rows = plan.copies * (b * h * n_padded + 1)
+    delta = empty((rows,), lse.dtype, q)
+    padded = lse if dkdv.vectors is None else empty((rows,), lse.dtype, q)
     plan.delta(plan.delta_grid, kernel_arg(None, o), kernel_arg(None, do), lse, delta, padded, h, n, n_padded)
     if sinks is not None:
         plan.dsinks((h,), padded, delta, sinks, *sinks.stride(), dsinks, b, h, n_padded)
@@ -133,7 +137,7 @@ def _run(
     def launch(tiles: Tiles, *results: Any) -> None:
         vectors: Any = padded, delta
         if tiles.vectors is not None:
-            vectors = kernel_arg(tiles.vectors, padded.view(-1)), kernel_arg(tiles.vectors, delta.view(-1))
+            vectors = kernel_arg(tiles.vectors, padded), kernel_arg(tiles.vectors, delta)
         tiles.launch(
             tiles.grid, kernel_arg(tiles.queries, q), kernel_arg(tiles.keys, k), kernel_arg(tiles.keys, v),
             kernel_arg(tiles.queries, do), *vectors, *results,

@@ -158,11 +158,11 @@ def _packed_in(boundaries_ptr, stride_s, sequences, start, stop):
     high = sequences
     while low < high:  # the last one that begins at ``start`` or before; ``sequences`` behind the end of the last
         middle = (low + high + 1) // 2
-        after = tl.load(boundaries_ptr + (middle + tl.zeros((), tl.int64)) * stride_s) > start
+        after = tl.load(boundaries_ptr + tl.cast(middle, tl.int64) * stride_s) > start
         low = tl.where(after, low, middle)
         high = tl.where(after, middle - 1, high)
     high = low
-    while (high < sequences) & (tl.load(boundaries_ptr + (high + tl.zeros((), tl.int64)) * stride_s) < stop):
+    while (high < sequences) & (tl.load(boundaries_ptr + tl.cast(high, tl.int64) * stride_s) < stop):
         high += 1
     return low, high
 
@@ -170,7 +170,7 @@ def _packed_in(boundaries_ptr, stride_s, sequences, start, stop):
 @triton.jit
 def _boundary(boundaries_ptr, stride_s, i, least, N):
     """The row at which packed sequence ``i`` begins, from ``least`` to N whatever stands there."""
-    row = tl.load(boundaries_ptr + (i + tl.zeros((), tl.int64)) * stride_s)
+    row = tl.load(boundaries_ptr + tl.cast(i, tl.int64) * stride_s)
     return tl.minimum(tl.maximum(row, least), N).to(tl.int32)
 
 
@@ -355,33 +355,6 @@ def _flash_attention_fwd_kernel(
     _store_rows(o, acc, b, h, start_m, N, D, BLOCK_M, BLOCK_D)
 
 
-@triton.jit(do_not_specialize=["H", "N"])
-def _flash_attention_sinks_kernel(
-    o,  # (B, H, N, D) output without sinks, and then with them
-    lse_ptr,  # (B, H, N) likewise, contiguous
-    sinks_ptr, stride_sh,  # (H,) logits
-    H, N,
-    D: tl.constexpr, ACC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """For a forward kernel without sinks: it reads and writes o once more, and rounds it once more.
-
-    At 2,048 queries of 64 heads of 64 that is 33 MB, some 11 us on an H100. With all keys in sight that is little beside the
-    products; with a window of 128 it would nearly double what the forward pass moves. So the kernel that takes windows has
-    sinks of its own, and only Hopper's, which takes none, is followed by this one. A step of decoding counts launches: there
-    they are joined where the splits are merged.
-    """
-    num_blocks = tl.cdiv(N, BLOCK_M)
-    head, start_m = tl.program_id(0) // num_blocks, tl.program_id(0) % num_blocks * BLOCK_M
-    b, h = head // H, head % H
-    offs_m = start_m + tl.arange(0, BLOCK_M)
-    lse_ptrs = lse_ptr + head.to(tl.int64) * N + offs_m
-    lse = tl.load(lse_ptrs, mask=offs_m < N, other=float("inf"))
-    o_tile = _rows(o, b, h, start_m, N, D, True, False, BLOCK_M, BLOCK_D)
-    share, lse = _with_sink(lse, tl.load(sinks_ptr + h.to(tl.int64) * stride_sh).to(ACC))
-    tl.store(lse_ptrs, lse, mask=offs_m < N)
-    _store_rows(o, o_tile.to(ACC) * share[:, None], b, h, start_m, N, D, BLOCK_M, BLOCK_D)
-
-
 # --- backward -------------------------------------------------------------------------------------------------------
 
 
@@ -393,8 +366,9 @@ def _flash_attention_bwd_delta_kernel(
     delta_ptr,  # (B, H, n_padded) rowsum(o * do), contiguous; 0 beyond N
     padded_ptr,  # (B, H, n_padded) lse, +inf beyond N, if PADDED
     H, N, n_padded,
-    D: tl.constexpr, ACC: tl.constexpr, PADDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    D: tl.constexpr, ACC: tl.constexpr, PADDED: tl.constexpr, COPIES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
+    """COPIES: as many follow one another, each with its numbers one element further on."""
     num_blocks = tl.cdiv(n_padded, BLOCK_M)
     head, start_m = tl.program_id(0) // num_blocks, tl.program_id(0) % num_blocks * BLOCK_M
     b, h = head // H, head % H
@@ -403,10 +377,13 @@ def _flash_attention_bwd_delta_kernel(
     offs_m = start_m + tl.arange(0, BLOCK_M)
     out = head.to(tl.int64) * n_padded + offs_m
     delta = tl.sum(o_tile.to(ACC) * do_tile.to(ACC), axis=1)
-    tl.store(delta_ptr + out, delta, mask=offs_m < n_padded)
+    next_copy = tl.num_programs(0).to(tl.int64) * BLOCK_M + 1  # all rows, if there are several
+    for copy in tl.static_range(COPIES):
+        tl.store(delta_ptr + out + copy * next_copy, delta, mask=offs_m < n_padded)
     if PADDED:
         lse = tl.load(lse_ptr + head.to(tl.int64) * N + offs_m, mask=offs_m < N, other=float("inf"))
-        tl.store(padded_ptr + out, lse, mask=offs_m < n_padded)
+        for copy in tl.static_range(COPIES):
+            tl.store(padded_ptr + out + copy * next_copy, lse, mask=offs_m < n_padded)
 
 
 @triton.jit(do_not_specialize=["B", "H", "n_padded"])
@@ -648,7 +625,6 @@ def _flash_attention_bwd_dq_kernel(
 
 KERNELS = ("fwd", "dkdv", "dq")
 DELTA_CONFIG = triton.Config({"BLOCK_M": 32}, num_warps=4)
-SINKS_CONFIG = triton.Config({"BLOCK_M": 32}, num_warps=4)
 DSINKS_CONFIG = triton.Config({"BLOCK_M": 1024}, num_warps=4)
 
 

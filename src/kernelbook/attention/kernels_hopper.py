@@ -40,7 +40,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 ROWS = 64  # of one warpgroup
 # In which order a program of the forward pass takes blocks of queries.
 LONG_FIRST, PAIRS, SNAKES = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
-_place = gluon.jit(kernels._place.fn)
+_place, _with_sink, _packed_in, _packed, _boundary = (
+    gluon.jit(helper.fn)
+    for helper in (kernels._place, kernels._with_sink, kernels._packed_in, kernels._packed, kernels._boundary)
+)
 
 
 class Ring(NamedTuple):
@@ -92,26 +95,98 @@ def _await(ring, i):
     return slot
 
 
-@gluon.jit
-def _keys_of(start_m, N, S, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """-> tiles of keys that the queries from ``start_m`` on see, and how many of these all of them see in full."""
-    last = S
-    full = S // BLOCK_N
-    if CAUSAL:
-        last = gl.maximum(gl.minimum(start_m + BLOCK_M + S - N, S), 0)
-        full = gl.maximum(gl.minimum(start_m + 1 + S - N, S), 0) // BLOCK_N
-    return gl.cdiv(last, BLOCK_N), full
+class Packed(NamedTuple):
+    """Sequences that lie one after another: their boundaries, on the device; or None."""
+
+    ptr: Any
+    stride: Any
+    sequences: Any
+
+
+class Span(NamedTuple):
+    """The keys that a block of queries sees: ``count`` tiles from ``begin`` on, visited from the last one.
+
+    Of packed sequences the last tile ends with the last key that is seen, at ``top + BLOCK_N``, and begins in the one before
+    it: nothing behind the sequences is read.
+    """
+
+    begin: Any
+    top: Any
+    count: Any
+    masked: Any  # of these, from the last one on
+    low: Any  # the packed sequences from low to high have rows in the block
+    high: Any
 
 
 @gluon.jit
-def _seen(start, rows, diagonal, S, CAUSAL: gl.constexpr, SCORES: gl.constexpr):
-    """Which keys from ``start`` on each query in ``rows`` sees."""
-    offs_n = start + gl.arange(0, SCORES.instr_shape[1], layout=gl.SliceLayout(0, SCORES))
-    seen = gl.expand_dims(offs_n < S, 0)
-    if CAUSAL:
-        seen = seen & (gl.expand_dims(offs_n, 0) <= gl.expand_dims(rows, 1) + diagonal)
+def _keys_of(start_m, N, S, packed, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+    begin, top, low, high = 0, 0, 0, 0
+    if packed.ptr is not None:
+        stop = gl.minimum(start_m + BLOCK_M, N)
+        low, high = _packed_in(packed.ptr, packed.stride, packed.sequences, start_m, stop)
+        begin = _boundary(packed.ptr, packed.stride, low, 0, N)
+        end = _boundary(packed.ptr, packed.stride, high, begin, N)
+        last, seen_by_all = end, end
+        if CAUSAL:
+            last, seen_by_all = gl.minimum(stop, end), start_m + 1
+        alone = (high == low + 1) & (stop <= end)  # else all is masked
+        full = gl.where(alone, (seen_by_all - begin) // BLOCK_N, 0)
+        top = gl.where(last > begin, last - BLOCK_N, N)
     else:
-        seen = seen & (gl.expand_dims(rows, 1) >= 0)
+        last = S
+        full = S // BLOCK_N
+        if CAUSAL:
+            last = gl.maximum(gl.minimum(start_m + BLOCK_M + S - N, S), 0)
+            full = gl.maximum(gl.minimum(start_m + 1 + S - N, S), 0) // BLOCK_N
+    count = gl.cdiv(last - begin, BLOCK_N)
+    return Span(begin, top, count, count - full, low, high)
+
+
+@gluon.jit
+def _start_of(i, span, packed, BLOCK_N: gl.constexpr):
+    """The first key of the i-th tile."""
+    start = (span.count - 1 - i) * BLOCK_N
+    if packed.ptr is not None:
+        start = gl.where(i == 0, span.top, span.begin + start)
+    return start
+
+
+@gluon.jit
+def _sequences_of(rows, low, high, packed, N):
+    """-> begin and end of the packed sequence that each row is in; N and 0: none."""
+    begins, ends = gl.zeros_like(rows) + N, gl.zeros_like(rows)
+    for sequence in range(low, high):
+        begin, end = _packed(packed.ptr, packed.stride, sequence, N)
+        inside = (rows >= begin) & (rows < end)
+        begins, ends = gl.where(inside, begin, begins), gl.where(inside, end, ends)
+    return begins, ends
+
+
+@gluon.jit
+def _keys_of_rows(rows, span, packed, N, CAUSAL: gl.constexpr):
+    """-> the first and the last key that each query sees of packed sequences; else nothing and the queries."""
+    first_keys, last_keys = 0, rows
+    if packed.ptr is not None:
+        first_keys, ends = _sequences_of(rows, span.low, span.high, packed, N)
+        if not CAUSAL:
+            last_keys = ends - 1
+    return first_keys, last_keys
+
+
+@gluon.jit
+def _seen(i, first_keys, last_keys, span, packed, diagonal, S, CAUSAL: gl.constexpr, SCORES: gl.constexpr):
+    """Which keys of the i-th tile each query sees."""
+    BLOCK_N: gl.constexpr = SCORES.instr_shape[1]
+    offs_n = _start_of(i, span, packed, BLOCK_N) + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
+    if packed.ptr is not None:  # what the last tile has of the one before it is seen there
+        first_keys = gl.maximum(first_keys, span.begin + (span.count - 1 - i) * BLOCK_N)
+        seen = gl.expand_dims(offs_n, 0) >= gl.expand_dims(first_keys, 1)
+    else:
+        seen = gl.expand_dims(offs_n < S, 0)
+    if CAUSAL or packed.ptr is not None:
+        seen = seen & (gl.expand_dims(offs_n, 0) <= gl.expand_dims(last_keys, 1) + diagonal)
+    else:
+        seen = seen & (gl.expand_dims(last_keys, 1) >= 0)
     return seen
 
 
@@ -136,6 +211,9 @@ class Queries(NamedTuple):
     section: Any
     order: Any
     rounds: Any  # so many blocks, one after the other
+    packed: Any
+    sinks_ptr: Any
+    stride_sh: Any
 
 
 class Rest(NamedTuple):
@@ -155,7 +233,7 @@ def _turned(round, order):
 
 @gluon.jit
 def _block(round, p, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """-> head, its first query, tiles of keys to visit, how many of these to mask, from the last on.
+    """-> head, its first query, the keys that the block sees: one tile at least, masked.
 
     See ``forward_grid`` for orders. In PAIRS two rounds take a block and its mirror image.
     """
@@ -166,16 +244,14 @@ def _block(round, p, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.co
     if CAUSAL:
         block = gl.where(pairs * (1 - round % 2) == 1, num_blocks - 1 - block, block)
     start_m = block * BLOCK_M
-    count, full = _keys_of(start_m, p.N, p.S, CAUSAL, BLOCK_M, BLOCK_N)
-    count = gl.maximum(count, 1)
-    return head, start_m, count, gl.maximum(count - full, 1)
+    span = _keys_of(start_m, p.N, p.S, p.packed, CAUSAL, BLOCK_M, BLOCK_N)
+    count, masked = gl.maximum(span.count, 1), gl.maximum(span.masked, 1)
+    return head, start_m, Span(span.begin, span.top, count, masked, span.low, span.high)
 
 
 @gluon.jit
-def _produce(
-    q, k, v, q_rest, k_rest, v_rest, q_ring, k_ring, v_ring, rest, p,
-    GROUP: gl.constexpr, CAUSAL: gl.constexpr, REST: gl.constexpr,
-):  # fmt: skip
+def _produce(work, GROUP: gl.constexpr, CAUSAL: gl.constexpr, REST: gl.constexpr):
+    q, k, v, q_rest, k_rest, v_rest, q_ring, k_ring, v_ring, rest, p = work
     WARPGROUPS: gl.constexpr = q_ring.tiles.shape[0]
     ROWS: gl.constexpr = q_ring.tiles.shape[1]
     BLOCK_D: gl.constexpr = q_ring.tiles.shape[2]
@@ -183,14 +259,15 @@ def _produce(
     BYTES: gl.constexpr = BLOCK_N * (BLOCK_D + REST) * 2
     before = 0  # tiles of keys of earlier rounds
     for round in range(p.rounds):
-        head, start_m, count, _ = _block(round, p, CAUSAL, WARPGROUPS * ROWS, BLOCK_N)
+        head, start_m, span = _block(round, p, CAUSAL, WARPGROUPS * ROWS, BLOCK_N)
         b, h = head // p.H, head % p.H
-        for i in range(count):
-            at = (b, h // GROUP, (count - 1 - i) * BLOCK_N, 0)
+        for i in range(span.count):
+            start = _start_of(i, span, p.packed, BLOCK_N)
+            at = (b, h // GROUP, start, 0)
             slot = _claim(k_ring, before + i, BYTES)
             _copy(k, at, k_ring, slot)
             if REST:
-                beyond = (b, h // GROUP, (count - 1 - i) * BLOCK_N, BLOCK_D)
+                beyond = (b, h // GROUP, start, BLOCK_D)
                 tma.async_copy_global_to_shared(k_rest, beyond, k_ring.full.index(slot), rest.k.index(slot))
             if i == 0:
                 for w in gl.static_range(WARPGROUPS):
@@ -203,9 +280,9 @@ def _produce(
             slot = _claim(v_ring, before + i, BYTES)
             _copy(v, at, v_ring, slot)
             if REST:
-                beyond = (b, h // GROUP, (count - 1 - i) * BLOCK_N, BLOCK_D)
+                beyond = (b, h // GROUP, start, BLOCK_D)
                 tma.async_copy_global_to_shared(v_rest, beyond, v_ring.full.index(slot), rest.v.index(slot))
-        before += count
+        before += span.count
 
 
 @gluon.jit
@@ -249,7 +326,7 @@ def _scores(q, k, slot, rest, W: gl.constexpr, SCORES: gl.constexpr, REST: gl.co
 
 @gluon.jit
 def _step_alone(
-    i, acc, l, m, q, k, v, before, start, rows, diagonal, S, scale,
+    i, acc, l, m, q, k, v, before, first_keys, last_keys, span, p, scale,
     MASKED: gl.constexpr, CAUSAL: gl.constexpr, SCORES: gl.constexpr, LEFT: gl.constexpr,
 ):  # fmt: skip
     """Scores, softmax and product with the values of tile i, one after the other: other warpgroups fill the gaps."""
@@ -258,10 +335,11 @@ def _step_alone(
     scores = warpgroup_mma_wait(0, deps=[scores])
     mbarrier.arrive(k.free.index(slot))
     if MASKED:
-        scores = gl.where(_seen(start, rows, diagonal, S, CAUSAL, SCORES), scores, float("-inf"))
-    p, sums, m, alpha = _softmax(scores, m, scale, MASKED)
+        seen = _seen(i, first_keys, last_keys, span, p.packed, p.S - p.N, p.S, CAUSAL, SCORES)
+        scores = gl.where(seen, scores, float("-inf"))
+    weights, sums, m, alpha = _softmax(scores, m, scale, MASKED)
     l = _rescaled(l, alpha) + sums
-    left = gl.convert_layout(p.to(q.dtype), LEFT)
+    left = gl.convert_layout(weights.to(q.dtype), LEFT)
     acc = _rescaled(acc, alpha)
     slot = _await(v, before + i)
     out = warpgroup_mma(left, v.tiles.index(slot), acc, is_async=True)
@@ -272,7 +350,7 @@ def _step_alone(
 
 @gluon.jit
 def _step(
-    i, acc, more, l, m, left, q, k, v, rest, turn, before, turns, start, rows, diagonal, S, scale, W: gl.constexpr,
+    i, acc, more, l, m, left, q, k, v, rest, turn, before, turns, first_keys, last_keys, span, p, scale, W: gl.constexpr,
     MASKED: gl.constexpr, CAUSAL: gl.constexpr, SCORES: gl.constexpr, LEFT: gl.constexpr, REST: gl.constexpr,
 ):  # fmt: skip
     """The scores and softmax of tile i; the product of ``left``, tile i - 1's weights, with its values."""
@@ -289,12 +367,13 @@ def _step(
     scores = warpgroup_mma_wait(PRODUCTS, deps=[scores])
     mbarrier.arrive(k.free.index(slot))
     if MASKED:
-        scores = gl.where(_seen(start, rows, diagonal, S, CAUSAL, SCORES), scores, float("-inf"))
-    p, sums, m, alpha = _softmax(scores, m, scale, MASKED)
+        seen = _seen(i, first_keys, last_keys, span, p.packed, p.S - p.N, p.S, CAUSAL, SCORES)
+        scores = gl.where(seen, scores, float("-inf"))
+    weights, sums, m, alpha = _softmax(scores, m, scale, MASKED)
     l = _rescaled(l, alpha) + sums
     # The compiler would take the exponentials after the product. It does not move them across a
     # branch: a wait for a barrier is one, also where it returns at once.
-    weights = warpgroup_mma_wait(PRODUCTS, deps=[gl.convert_layout(p.to(q.dtype), LEFT)])
+    weights = warpgroup_mma_wait(PRODUCTS, deps=[gl.convert_layout(weights.to(q.dtype), LEFT)])
     slot_v = _await(v, before + i - 1)
     if REST:
         acc, more, left = warpgroup_mma_wait(0, deps=[out, more, left])
@@ -306,10 +385,8 @@ def _step(
 
 
 @gluon.jit
-def _consume(
-    o, o_rest, lse_ptr, q_ring, k, v, o_tiles, rest, turn, p, scale, OVERLAP: gl.constexpr, CAUSAL: gl.constexpr, W: gl.constexpr,
-    REST: gl.constexpr,
-):  # fmt: skip
+def _consume(work, OVERLAP: gl.constexpr, CAUSAL: gl.constexpr, REST: gl.constexpr, W: gl.constexpr):
+    o, o_rest, lse_ptr, q_ring, k, v, o_tiles, rest, turn, p, scale = work
     WARPGROUPS: gl.constexpr = q_ring.tiles.shape[0]
     ROWS: gl.constexpr = q_ring.tiles.shape[1]
     BLOCK_D: gl.constexpr = q_ring.tiles.shape[2]
@@ -319,11 +396,11 @@ def _consume(
     LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     SHARED: gl.constexpr = BLOCK_D > 128
     q = q_ring.tiles.index(W)
-    diagonal = p.S - p.N
     before = 0  # tiles of keys of earlier rounds
     for round in range(p.rounds):
-        head, start_m, count, masked = _block(round, p, CAUSAL, WARPGROUPS * ROWS, BLOCK_N)
+        head, start_m, span = _block(round, p, CAUSAL, WARPGROUPS * ROWS, BLOCK_N)
         rows = start_m + W * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
+        first_keys, last_keys = _keys_of_rows(rows, span, p.packed, p.N, CAUSAL)
         m = gl.full([ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
         acc = gl.zeros([ROWS, BLOCK_D], gl.float32, layout=OUT)
         more = 0.0
@@ -336,26 +413,24 @@ def _consume(
             scores = _scores(q, k, slot, rest, W, SCORES, REST)
             scores = warpgroup_mma_wait(0, deps=[scores])
             mbarrier.arrive(k.free.index(slot))
-            seen = _seen((count - 1) * BLOCK_N, rows, diagonal, p.S, CAUSAL, SCORES)
+            seen = _seen(0, first_keys, last_keys, span, p.packed, p.S - p.N, p.S, CAUSAL, SCORES)
             weights, l, m, _alpha = _softmax(gl.where(seen, scores, float("-inf")), m, scale, True)
             left = gl.convert_layout(weights.to(q.dtype), LEFT)
             turns = before - round  # each round's first tile had no turn
-            if CAUSAL:  # else only the first tile is masked
-                for i in range(1, masked):
+            if CAUSAL or p.packed.ptr is not None:  # else only the first tile is masked
+                for i in range(1, span.masked):
                     acc, more, l, m, left = _step(
                         i, acc, more, l, m, left, q, k, v, rest, turn, before, turns,
-                        (count - 1 - i) * BLOCK_N, rows, diagonal, p.S, scale,
-                        W, True, CAUSAL, SCORES, LEFT, REST,
+                        first_keys, last_keys, span, p, scale, W, True, CAUSAL, SCORES, LEFT, REST,
                     )  # fmt: skip
-            for i in range(masked, count):
+            for i in range(span.masked, span.count):
                 acc, more, l, m, left = _step(
                     i, acc, more, l, m, left, q, k, v, rest, turn, before, turns,
-                    (count - 1 - i) * BLOCK_N, rows, diagonal, p.S, scale,
-                    W, False, CAUSAL, SCORES, LEFT, REST,
+                    first_keys, last_keys, span, p, scale, W, False, CAUSAL, SCORES, LEFT, REST,
                 )  # fmt: skip
             if not SHARED:
                 mbarrier.arrive(q_ring.free.index(W))
-            slot = _await(v, before + count - 1)
+            slot = _await(v, before + span.count - 1)
             acc = warpgroup_mma(left, v.tiles.index(slot), acc, is_async=True)
             if REST:
                 more = warpgroup_mma(left, rest.v.index(slot), more, is_async=True)
@@ -366,24 +441,26 @@ def _consume(
         else:
             zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=SCORES)
             l = gl.sum(zeros.reshape([ROWS, BLOCK_N // 8, 8]), axis=1)
-            for i in range(masked):
+            for i in range(span.masked):
                 acc, l, m = _step_alone(
-                    i, acc, l, m, q, k, v, before, (count - 1 - i) * BLOCK_N, rows, diagonal, p.S, scale,
-                    True, CAUSAL, SCORES, LEFT,
-                )  # fmt: skip
-            for i in range(masked, count):
+                    i, acc, l, m, q, k, v, before, first_keys, last_keys, span, p, scale, True, CAUSAL, SCORES, LEFT
+                )
+            for i in range(span.masked, span.count):
                 acc, l, m = _step_alone(
-                    i, acc, l, m, q, k, v, before, (count - 1 - i) * BLOCK_N, rows, diagonal, p.S, scale,
-                    False, CAUSAL, SCORES, LEFT,
-                )  # fmt: skip
+                    i, acc, l, m, q, k, v, before, first_keys, last_keys, span, p, scale, False, CAUSAL, SCORES, LEFT
+                )
             if not SHARED:
                 mbarrier.arrive(q_ring.free.index(W))
-        before += count
+        before += span.count
 
         l = gl.convert_layout(gl.sum(l, axis=1), gl.SliceLayout(1, SCORES))
         seen = l > 0.0
         l = gl.where(seen, l, 1.0)
         lse = gl.where(seen, m + gl.log2(l), float("inf"))
+        if p.sinks_ptr is not None:
+            sink = gl.load(p.sinks_ptr + (head % p.H).to(gl.int64) * p.stride_sh).to(gl.float32)
+            share, lse = _with_sink(lse, sink)
+            l = l / share
         gl.store(lse_ptr + head.to(gl.int64) * p.N + rows, lse, mask=rows < p.N)
         acc = acc / gl.expand_dims(gl.convert_layout(l, gl.SliceLayout(1, OUT)), 1)
         if REST:
@@ -399,12 +476,14 @@ def _consume(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["B", "H", "N", "S", "section", "order"])
+@gluon.jit(do_not_specialize=["B", "H", "N", "S", "section", "order", "sequences"])
 def _flash_attention_fwd_hopper_kernel(
     q, k, v, o,  # tensor descriptors: (B, H, N, D), (B, H / GROUP, S, D) twice, (B, H, N, D)
     lse_ptr,  # (B, H, N), contiguous
     B, H, N, S, section, order,
+    boundaries_ptr, stride_s, sequences,  # (sequences + 1,) boundaries of packed sequences, or None
     scale,  # with log2(e)
+    sinks_ptr, stride_sh,  # (H,) logits, or None
     q_rest, k_rest, v_rest, o_rest,  # descriptors of the features from BLOCK_D on, if REST
     GROUP: gl.constexpr, CAUSAL: gl.constexpr,
     WARPGROUPS: gl.constexpr, OVERLAP: gl.constexpr, STAGES: gl.constexpr,
@@ -415,7 +494,8 @@ def _flash_attention_fwd_hopper_kernel(
     units = gl.cdiv(N, WARPGROUPS * ROWS) * B * H // (1 + pairs)
     full = units // width
     rounds = (full + (_turned(full, order) < units % width).to(gl.int32)) * (1 + pairs)
-    p = Queries(B, H, N, S, section, order, rounds)
+    packed = Packed(boundaries_ptr, stride_s, sequences)
+    p = Queries(B, H, N, S, section, order, rounds, packed, sinks_ptr, stride_sh)
 
     dtype: gl.constexpr = q.dtype
     q_ring = Ring(_tiles(dtype, WARPGROUPS, ROWS, BLOCK_D), _barriers(WARPGROUPS, 1), _barriers(WARPGROUPS, 1))
@@ -432,42 +512,29 @@ def _flash_attention_fwd_hopper_kernel(
         )  # fmt: skip
     turn = _barriers(WARPGROUPS, 1)
     fence_async_shared()
+    consumer = o, o_rest, lse_ptr, q_ring, k_ring, v_ring, o_tiles, rest, turn, p, scale
+    producer = q, k, v, q_rest, k_rest, v_rest, q_ring, k_ring, v_ring, rest, p
     if WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (_consume, (
-                    o, o_rest, lse_ptr, q_ring, k_ring, v_ring, o_tiles, rest, turn, p, scale,
-                    OVERLAP, CAUSAL, 0, REST,
-                )),
-                (_consume, (
-                    o, o_rest, lse_ptr, q_ring, k_ring, v_ring, o_tiles, rest, turn, p, scale,
-                    OVERLAP, CAUSAL, 1, REST,
-                )),
-                (_produce, (q, k, v, q_rest, k_rest, v_rest, q_ring, k_ring, v_ring, rest, p, GROUP, CAUSAL, REST)),
+                (_consume, (consumer, OVERLAP, CAUSAL, REST, 0)),
+                (_consume, (consumer, OVERLAP, CAUSAL, REST, 1)),
+                (_produce, (producer, GROUP, CAUSAL, REST)),
             ],
             [4, 1],
             [240, 24],
-        )  # fmt: skip
+        )
     else:
         gl.warp_specialize(
             [
-                (_consume, (
-                    o, o_rest, lse_ptr, q_ring, k_ring, v_ring, o_tiles, rest, turn, p, scale,
-                    OVERLAP, CAUSAL, 0, REST,
-                )),
-                (_consume, (
-                    o, o_rest, lse_ptr, q_ring, k_ring, v_ring, o_tiles, rest, turn, p, scale,
-                    OVERLAP, CAUSAL, 1, REST,
-                )),
-                (_consume, (
-                    o, o_rest, lse_ptr, q_ring, k_ring, v_ring, o_tiles, rest, turn, p, scale,
-                    OVERLAP, CAUSAL, 2, REST,
-                )),
-                (_produce, (q, k, v, q_rest, k_rest, v_rest, q_ring, k_ring, v_ring, rest, p, GROUP, CAUSAL, REST)),
+                (_consume, (consumer, OVERLAP, CAUSAL, REST, 0)),
+                (_consume, (consumer, OVERLAP, CAUSAL, REST, 1)),
+                (_consume, (consumer, OVERLAP, CAUSAL, REST, 2)),
+                (_produce, (producer, GROUP, CAUSAL, REST)),
             ],
             [4, 4, 1],
             [160, 160, 24],
-        )  # fmt: skip
+        )
 
 
 # --- backward: dk and dv --------------------------------------------------------------------------------------------
@@ -485,6 +552,9 @@ class Keys(NamedTuple):
     count: Any  # how many tiles there are from there on
     diagonal: Any
     S: Any
+    packed: Any
+    low: Any  # the packed sequences from low to high have keys here
+    high: Any
 
 
 class Buffers(NamedTuple):
@@ -501,9 +571,15 @@ class Buffers(NamedTuple):
     k_free: Any  # a barrier, where dq is computed: keys may be overwritten
 
 
+# TMA copies whole pieces of 16 bytes, but a tile of a packed sequence begins with any row. Of lse and delta there are as many
+# copies as a piece has numbers, one after another, each one element further on: in one of them the tile begins with a piece.
+COPIES = gl.constexpr(4)
+
+
 @gluon.jit
-def _bwd_produce(q, k, v, do, lse, delta, to, own, H, n_padded, MEMBERS: gl.constexpr, PARTS: gl.constexpr):
+def _bwd_produce(work, MEMBERS: gl.constexpr, PARTS: gl.constexpr):
     """A program's keys and values; then the queries that see them, from the last on, of all its heads."""
+    q, k, v, do, lse, delta, to, own, H, n_padded = work
     WARPGROUPS: gl.constexpr = to.k.shape[0]
     ROWS: gl.constexpr = to.k.shape[1]
     BLOCK_D: gl.constexpr = to.k.shape[2]
@@ -518,6 +594,8 @@ def _bwd_produce(q, k, v, do, lse, delta, to, own, H, n_padded, MEMBERS: gl.cons
         h = own.head + i // own.count
         start = own.first + (own.count - 1 - i % own.count) * BLOCK_M
         row = (own.b * H + h) * n_padded + start
+        if own.packed.ptr is not None:  # in the copy in which it lies on 16 bytes
+            row += (-start & (COPIES - 1)) * (H * n_padded + 1)
         slot = _claim(to.q, i, BYTES)
         _copy(q, (own.b, h, start, 0), to.q, slot)
         tma.async_copy_global_to_shared(lse, (row,), to.q.full.index(slot), to.lse.index(slot))
@@ -527,18 +605,41 @@ def _bwd_produce(q, k, v, do, lse, delta, to, own, H, n_padded, MEMBERS: gl.cons
 
 
 @gluon.jit
-def _seen_by(start, keys, diagonal, S, CAUSAL: gl.constexpr, SCORES: gl.constexpr):
-    """Which of the queries from ``start`` on see the keys; without ``CAUSAL`` which keys there are."""
-    seen = gl.expand_dims(keys, 1) < S
-    if CAUSAL:
+def _queries_of_keys(keys, own, CAUSAL: gl.constexpr):
+    """-> the first query that sees each key of packed sequences, and the first behind; else the keys and nothing."""
+    first_queries, ends = keys, 0
+    if own.packed.ptr is not None:
+        begins, ends = _sequences_of(keys, own.low, own.high, own.packed, own.S)
+        if not CAUSAL:
+            first_queries = begins
+    return first_queries, ends
+
+
+@gluon.jit
+def _seen_by(start, keys, ends, own, CAUSAL: gl.constexpr, SCORES: gl.constexpr):
+    """Which of the queries from ``start`` on see the keys; without ``CAUSAL`` which keys there are. See ``_queries_of_keys``."""
+    seen = gl.expand_dims(keys, 1) < own.S
+    if CAUSAL or own.packed.ptr is not None:
         rows = start + gl.arange(0, SCORES.instr_shape[1], layout=gl.SliceLayout(0, SCORES))
-        seen = gl.expand_dims(keys, 1) <= gl.expand_dims(rows, 0) + diagonal
+        seen = gl.expand_dims(keys, 1) <= gl.expand_dims(rows, 0) + own.diagonal
+        if own.packed.ptr is not None:
+            seen = seen & (gl.expand_dims(rows, 0) < gl.expand_dims(ends, 1))
     return seen
 
 
 @gluon.jit
+def _of_sequences(gradient, start_n, own):
+    """Zeros for keys that no packed sequence has: their numbers may be NaN."""
+    if own.packed.ptr is not None:
+        keys = start_n + gl.arange(0, gradient.shape[0], layout=gl.SliceLayout(1, gradient.type.layout))
+        _begins, ends = _sequences_of(keys, own.low, own.high, own.packed, own.S)
+        gradient = gl.where(gl.expand_dims(ends, 1) > 0, gradient, 0.0)
+    return gradient
+
+
+@gluon.jit
 def _bwd_step(
-    i, start, dk, dv, k, v, t, keys, diagonal, S, scale, W: gl.constexpr, DQ: gl.constexpr,
+    i, start, dk, dv, k, v, t, keys, ends, own, scale, W: gl.constexpr, DQ: gl.constexpr,
     MASKED: gl.constexpr, CAUSAL: gl.constexpr, SCORES: gl.constexpr, LEFT: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of queries. DQ: leaves ds too."""
@@ -552,7 +653,7 @@ def _bwd_step(
     # Beyond the last query lse is +inf, so that probabilities there are zero.
     p = gl.exp2(scores * scale - gl.expand_dims(lse, 0))
     if MASKED:  # beyond the last key they may be infinite, and zeros of keys times these nan
-        p = gl.where(_seen_by(start, keys, diagonal, S, CAUSAL, SCORES), p, 0.0)
+        p = gl.where(_seen_by(start, keys, ends, own, CAUSAL, SCORES), p, 0.0)
     left = gl.convert_layout(p.to(do.dtype), LEFT)
     if not DQ:  # beside the exponentials, where there are registers for it
         delta = t.delta.index(slot).load(gl.SliceLayout(0, SCORES))
@@ -560,7 +661,10 @@ def _bwd_step(
     dp = warpgroup_mma_wait(1, deps=[dp])
     if DQ:
         delta = t.delta.index(slot).load(gl.SliceLayout(0, SCORES))
-    ds = (p * (dp - gl.expand_dims(delta, 0))).to(q.dtype)
+    ds = p * (dp - gl.expand_dims(delta, 0))
+    if MASKED and own.packed.ptr is not None:  # before the first row are no numbers
+        ds = gl.where(p == 0.0, 0.0, ds)
+    ds = ds.to(q.dtype)
     if DQ:  # leaves this warpgroup's keys of ds, once the buffer is free
         DS_STAGES: gl.constexpr = t.ds.full.shape[0]
         place = i % DS_STAGES
@@ -580,9 +684,9 @@ def _bwd_step(
 
 @gluon.jit
 def _bwd_consume(
-    dk_out, dv_out, t, own, scale, dk_scale,
-    MEMBERS: gl.constexpr, DQ: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr, W: gl.constexpr,
-):  # fmt: skip
+    work, MEMBERS: gl.constexpr, DQ: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr, W: gl.constexpr
+):
+    dk_out, dv_out, t, own, scale, dk_scale = work
     ROWS: gl.constexpr = t.k.shape[1]
     BLOCK_D: gl.constexpr = t.k.shape[2]
     BLOCK_M: gl.constexpr = t.q.tiles.shape[1]
@@ -592,6 +696,7 @@ def _bwd_consume(
     k, v = t.k.index(W), t.v.index(W)
     k_left, v_left = k, v
     keys = own.start_n + W * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
+    keys, ends = _queries_of_keys(keys, own, CAUSAL)
     dk = gl.zeros([ROWS, BLOCK_D], gl.float32, layout=OUT)
     dv = gl.zeros([ROWS, BLOCK_D], gl.float32, layout=OUT)
     mbarrier.wait(t.kv_full.index(W), 0)
@@ -602,21 +707,21 @@ def _bwd_consume(
     for member in range(MEMBERS):
         for i in range(own.count - own.masked):
             dk, dv = _bwd_step(
-                member * own.count + i, 0, dk, dv, k_left, v_left, t, keys, own.diagonal, own.S,
+                member * own.count + i, 0, dk, dv, k_left, v_left, t, keys, ends, own,
                 scale, W, DQ, RAGGED, CAUSAL, SCORES, LEFT,
             )  # fmt: skip
-        if CAUSAL:  # a second loop costs the others registers
+        if CAUSAL or own.packed.ptr is not None:  # a second loop costs the others registers
             for i in range(own.count - own.masked, own.count):
                 dk, dv = _bwd_step(
                     member * own.count + i, own.first + (own.count - 1 - i) * BLOCK_M, dk, dv, k_left, v_left,
-                    t, keys, own.diagonal, own.S, scale, W, DQ, True, CAUSAL, SCORES, LEFT,
+                    t, keys, ends, own, scale, W, DQ, True, CAUSAL, SCORES, LEFT,
                 )  # fmt: skip
     # This warpgroup's values are not needed any more, nor its keys once dq is computed.
     at = (own.b, own.part, own.start_n + W * ROWS, 0)
     _store(dv_out, at, dv, v)
     if DQ:
         mbarrier.wait(t.k_free.index(0), 0)
-    _store(dk_out, at, dk * dk_scale, k)
+    _store(dk_out, at, _of_sequences(dk * dk_scale, own.start_n + W * ROWS, own), k)
     tma.store_wait(0)
 
 
@@ -626,7 +731,7 @@ def _bwd_consume(
 
 @gluon.jit
 def _dv_step(
-    i, start, dv, k, t, keys, diagonal, S, scale, MASKED: gl.constexpr, SCORES: gl.constexpr, LEFT: gl.constexpr
+    i, start, dv, k, t, keys, ends, own, scale, MASKED: gl.constexpr, SCORES: gl.constexpr, LEFT: gl.constexpr
 ):  # fmt: skip
     slot = _await(t.q, i)
     do = t.do.tiles.index(slot)
@@ -636,7 +741,7 @@ def _dv_step(
     mbarrier.arrive(t.q.free.index(slot))
     p = gl.exp2(scores * scale - gl.expand_dims(lse, 0))
     if MASKED:
-        p = gl.where(_seen_by(start, keys, diagonal, S, True, SCORES), p, 0.0)
+        p = gl.where(_seen_by(start, keys, ends, own, True, SCORES), p, 0.0)
     mbarrier.wait(t.ds.free.index(0), (i & 1) ^ 1)
     t.ds.tiles.index(0).store(p)
     mbarrier.arrive(t.ds.full.index(0))
@@ -659,6 +764,7 @@ def _wide_consume(out, t, own, scale, out_scale, MEMBERS: gl.constexpr, CAUSAL: 
     LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     count, masked = own.count, own.masked
     keys = own.start_n + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
+    keys, ends = _queries_of_keys(keys, own, CAUSAL)
     gradient = gl.zeros([ROWS, BLOCK_D], gl.float32, layout=OUT)
     mbarrier.wait(t.kv_full.index(0), 0)
     if VALUES:
@@ -666,14 +772,14 @@ def _wide_consume(out, t, own, scale, out_scale, MEMBERS: gl.constexpr, CAUSAL: 
         for member in range(MEMBERS):
             for i in range(count - masked):
                 gradient = _dv_step(
-                    member * count + i, 0, gradient, smem, t, keys, own.diagonal, own.S, scale, False, SCORES, LEFT
+                    member * count + i, 0, gradient, smem, t, keys, ends, own, scale, False, SCORES, LEFT
                 )
-            if CAUSAL:
+            if CAUSAL or own.packed.ptr is not None:
                 for i in range(count - masked, count):
                     start = own.first + (count - 1 - i) * BLOCK_M
                     gradient = _dv_step(
-                        member * count + i, start, gradient, smem, t, keys, own.diagonal, own.S, scale, True, SCORES, LEFT
-                    )  # fmt: skip
+                        member * count + i, start, gradient, smem, t, keys, ends, own, scale, True, SCORES, LEFT
+                    )
     else:
         smem = t.v.index(0)
         for i in range(MEMBERS * count):
@@ -686,12 +792,15 @@ def _wide_consume(out, t, own, scale, out_scale, MEMBERS: gl.constexpr, CAUSAL: 
             mbarrier.wait(t.ds.full.index(0), i & 1)
             p = t.ds.tiles.index(0).load(SCORES)
             mbarrier.arrive(t.ds.free.index(0))
-            left = gl.convert_layout((p * (dp - gl.expand_dims(delta, 0))).to(q.dtype), LEFT)
+            ds = p * (dp - gl.expand_dims(delta, 0))
+            if own.packed.ptr is not None:
+                ds = gl.where(p == 0.0, 0.0, ds)
+            left = gl.convert_layout(ds.to(q.dtype), LEFT)
             _await(t.q, i)
             gradient = warpgroup_mma(left, q, gradient, is_async=True)
             gradient, left = warpgroup_mma_wait(0, deps=[gradient, left])
             mbarrier.arrive(t.q.free.index(slot))
-        gradient = gradient * out_scale
+        gradient = _of_sequences(gradient * out_scale, own.start_n, own)
     _store(out, (own.b, own.part, own.start_n, 0), gradient, smem)
     tma.store_wait(0)
 
@@ -826,15 +935,16 @@ def _add_up(
     _pass_turn(before, turn)
 
 
-@gluon.jit(do_not_specialize=["B", "H", "N", "S", "n_padded", "section"])
+@gluon.jit(do_not_specialize=["B", "H", "N", "S", "n_padded", "section", "sequences"])
 def _flash_attention_bwd_hopper_kernel(
     q, k, v, do,  # tensor descriptors: (B, H, N, D) for q and do, (B, H / GROUP, S, D) for k and v
-    lse, delta,  # descriptors of (B * H * n_padded,): the queries' rows, padded; +inf and 0 beyond N
+    lse, delta,  # descriptors of (B * H * n_padded,): the queries' rows, padded; +inf and 0 beyond N; see COPIES
     dk, dv,  # descriptors: (B, H / GROUP * PARTS, S, D): of each part of the heads that share a key head
     dq,  # Rows of (B, H, N, D), if DQ
     sums_ptr,  # dq unscaled, in float32: (B, H, tiles of queries, BLOCK_M * BLOCK_D), see _in_fours; if DQ
     turns_ptr,  # (B, H, tiles of queries): zeros, before and afterwards; if DQ
     B, H, N, S, n_padded, section,
+    boundaries_ptr, stride_s, sequences,  # (sequences + 1,) boundaries of packed sequences, or None
     scale,  # with log2(e)
     dk_scale,  # without
     D: gl.constexpr, GROUP: gl.constexpr, PARTS: gl.constexpr, CAUSAL: gl.constexpr, DQ: gl.constexpr,
@@ -842,21 +952,38 @@ def _flash_attention_bwd_hopper_kernel(
     STAGES: gl.constexpr, DS_STAGES: gl.constexpr,
     ROWS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
-    """With dq every query must see a key: without ``CAUSAL``, or with N <= S."""
+    """With dq every query must see a key: without ``CAUSAL``, or with N <= S; and sequences are not packed."""
     MEMBERS: gl.constexpr = GROUP // PARTS
     WARPGROUPS: gl.constexpr = 2 if BLOCK_D <= 128 else 1  # that own keys
     BLOCK_N: gl.constexpr = WARPGROUPS * ROWS
     block, head = _place(gl.program_id(0), gl.cdiv(S, BLOCK_N), B * (H // MEMBERS), section, False)
     b, part = head // (H // MEMBERS), head % (H // MEMBERS)
     start_n, diagonal = block * BLOCK_N, S - N
-    first = 0
-    full = 0
-    if CAUSAL:
-        first = gl.minimum(gl.maximum(start_n - diagonal, 0), N) // BLOCK_M * BLOCK_M
-        full = gl.cdiv(gl.maximum(start_n + BLOCK_N - 1 - diagonal, 0), BLOCK_M) * BLOCK_M
-    count = gl.cdiv(gl.maximum(N - first, 0), BLOCK_M)
-    masked = gl.minimum(gl.cdiv(gl.maximum(full - first, 0), BLOCK_M), count)
-    own = Keys(b, part, part * MEMBERS, start_n, first, masked, count, diagonal, S)
+    packed = Packed(boundaries_ptr, stride_s, sequences)
+    low, high = 0, 0
+    if boundaries_ptr is not None:  # tiles of queries end where the last sequence ends that has keys here
+        stop = gl.minimum(start_n + BLOCK_N, S)
+        low, high = _packed_in(boundaries_ptr, stride_s, sequences, start_n, stop)
+        begin = _boundary(boundaries_ptr, stride_s, low, 0, S)
+        end = _boundary(boundaries_ptr, stride_s, high, begin, S)
+        lowest, seeing_all = begin, begin
+        if CAUSAL:
+            lowest, seeing_all = start_n, stop - 1
+        count = gl.cdiv(gl.maximum(end - lowest, 0), BLOCK_M)
+        first = end - count * BLOCK_M
+        alone = (high == low + 1) & (stop <= end)  # else all is masked
+        masked = gl.where(alone, gl.cdiv(gl.maximum(seeing_all - first, 0), BLOCK_M), count)
+    else:
+        first = 0
+        full = 0
+        if CAUSAL:
+            first = gl.minimum(gl.maximum(start_n - diagonal, 0), N) // BLOCK_M * BLOCK_M
+            full = gl.cdiv(gl.maximum(start_n + BLOCK_N - 1 - diagonal, 0), BLOCK_M) * BLOCK_M
+        count = gl.cdiv(gl.maximum(N - first, 0), BLOCK_M)
+        masked = gl.cdiv(gl.maximum(full - first, 0), BLOCK_M)
+    own = Keys(
+        b, part, part * MEMBERS, start_n, first, gl.minimum(masked, count), count, diagonal, S, packed, low, high
+    )
 
     dtype: gl.constexpr = q.dtype
     VECTOR: gl.constexpr = gl.NVMMASharedLayout(0, 32, rank=1)
@@ -876,12 +1003,14 @@ def _flash_attention_bwd_hopper_kernel(
         ds_ring = Ring(p_tile, _barriers(1, 1), _barriers(1, 1))
     t = Buffers(k_tiles, v_tiles, kv_full, q_ring, do_ring, lse_tiles, delta_tiles, ds_ring, k_free)
     fence_async_shared()
+    consumer = dk, dv, t, own, scale, dk_scale
+    producer = q, k, v, do, lse, delta, t, own, H, n_padded
     if BLOCK_D > 128:
         gl.warp_specialize(
             [
                 (_wide_consume, (dv, t, own, scale, dk_scale, MEMBERS, CAUSAL, True)),
                 (_wide_consume, (dk, t, own, scale, dk_scale, MEMBERS, CAUSAL, False)),
-                (_bwd_produce, (q, k, v, do, lse, delta, t, own, H, n_padded, MEMBERS, PARTS)),
+                (_bwd_produce, (producer, MEMBERS, PARTS)),
             ],
             [4, 1],
             [240, 24],
@@ -889,9 +1018,9 @@ def _flash_attention_bwd_hopper_kernel(
     elif not DQ:
         gl.warp_specialize(
             [
-                (_bwd_consume, (dk, dv, t, own, scale, dk_scale, MEMBERS, DQ, CAUSAL, RAGGED, 0)),
-                (_bwd_consume, (dk, dv, t, own, scale, dk_scale, MEMBERS, DQ, CAUSAL, RAGGED, 1)),
-                (_bwd_produce, (q, k, v, do, lse, delta, t, own, H, n_padded, MEMBERS, PARTS)),
+                (_bwd_consume, (consumer, MEMBERS, DQ, CAUSAL, RAGGED, 0)),
+                (_bwd_consume, (consumer, MEMBERS, DQ, CAUSAL, RAGGED, 1)),
+                (_bwd_produce, (producer, MEMBERS, PARTS)),
             ],
             [4, 1],
             [240, 24],
@@ -899,23 +1028,22 @@ def _flash_attention_bwd_hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (_bwd_consume, (dk, dv, t, own, scale, dk_scale, MEMBERS, DQ, CAUSAL, RAGGED, 0)),
-                (_bwd_consume, (dk, dv, t, own, scale, dk_scale, MEMBERS, DQ, CAUSAL, RAGGED, 1)),
+                (_bwd_consume, (consumer, MEMBERS, DQ, CAUSAL, RAGGED, 0)),
+                (_bwd_consume, (consumer, MEMBERS, DQ, CAUSAL, RAGGED, 1)),
                 (_add_up, (dq, sums_ptr, turns_ptr, t, own, H, N, dk_scale, D, MEMBERS, CAUSAL)),
-                (_bwd_produce, (q, k, v, do, lse, delta, t, own, H, n_padded, MEMBERS, PARTS)),
+                (_bwd_produce, (producer, MEMBERS, PARTS)),
             ],
             [4, 4, 1],
             [208, 72, 24],
-        )  # fmt: skip
+        )
 
 
 # --- backward: dq alone ---------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def _dq_produce(
-    q, k, v, do, q_tiles, do_tiles, q_full, k_ring, v_ring, b, h, start_m, count, GROUP: gl.constexpr
-):  # fmt: skip
+def _dq_produce(work, GROUP: gl.constexpr):
+    q, k, v, do, q_tiles, do_tiles, q_full, k_ring, v_ring, b, h, start_m, span, packed = work
     ROWS: gl.constexpr = q_tiles.shape[1]
     BLOCK_D: gl.constexpr = q_tiles.shape[2]
     BLOCK_N: gl.constexpr = k_ring.tiles.shape[1]
@@ -923,15 +1051,15 @@ def _dq_produce(
         mbarrier.expect(q_full.index(w), 2 * ROWS * BLOCK_D * 2)
         tma.async_copy_global_to_shared(q, (b, h, start_m + w * ROWS, 0), q_full.index(w), q_tiles.index(w))
         tma.async_copy_global_to_shared(do, (b, h, start_m + w * ROWS, 0), q_full.index(w), do_tiles.index(w))
-    for i in range(count):
-        at = (b, h // GROUP, (count - 1 - i) * BLOCK_N, 0)
+    for i in range(span.count):
+        at = (b, h // GROUP, _start_of(i, span, packed, BLOCK_N), 0)
         _copy(k, at, k_ring, _claim(k_ring, i, BLOCK_N * BLOCK_D * 2))
         _copy(v, at, v_ring, _claim(v_ring, i, BLOCK_N * BLOCK_D * 2))
 
 
 @gluon.jit
 def _dq_step(
-    i, start, dq, q, do, lse, delta, k_ring, v_ring, rows, diagonal, S, scale,
+    i, dq, q, do, lse, delta, k_ring, v_ring, first_keys, last_keys, span, packed, diagonal, S, scale,
     MASKED: gl.constexpr, CAUSAL: gl.constexpr, SCORES: gl.constexpr, LEFT: gl.constexpr,
 ):  # fmt: skip
     slot = _await(k_ring, i)
@@ -942,7 +1070,7 @@ def _dq_step(
     scores = warpgroup_mma_wait(1, deps=[scores])
     p = gl.exp2(scores * scale - gl.expand_dims(lse, 1))
     if MASKED:
-        p = gl.where(_seen(start, rows, diagonal, S, CAUSAL, SCORES), p, 0.0)
+        p = gl.where(_seen(i, first_keys, last_keys, span, packed, diagonal, S, CAUSAL, SCORES), p, 0.0)
     dp = warpgroup_mma_wait(0, deps=[dp])
     mbarrier.arrive(v_ring.free.index(slot))
     ds = p * (dp - gl.expand_dims(delta, 1))
@@ -954,10 +1082,11 @@ def _dq_step(
 
 
 @gluon.jit
-def _dq_consume(
-    dq_out, lse_ptr, delta_ptr, q_tiles, do_tiles, q_full, k_ring, v_ring, b, h, start_m, count, full,
-    diagonal, S, scale, dq_scale, CAUSAL: gl.constexpr, W: gl.constexpr,
-):  # fmt: skip
+def _dq_consume(work, CAUSAL: gl.constexpr, W: gl.constexpr):
+    dq_out, lse_ptr, delta_ptr, q_tiles, do_tiles, q_full, k_ring, v_ring, at, span, packed, N, S, scale, dq_scale = (
+        work
+    )
+    b, h, start_m = at
     ROWS: gl.constexpr = q_tiles.shape[1]
     BLOCK_D: gl.constexpr = q_tiles.shape[2]
     BLOCK_N: gl.constexpr = k_ring.tiles.shape[1]
@@ -965,30 +1094,33 @@ def _dq_consume(
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     rows = start_m + W * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
+    first_keys, last_keys = _keys_of_rows(rows, span, packed, N, CAUSAL)
     lse = gl.load(lse_ptr + rows)
     delta = gl.load(delta_ptr + rows)
     q, do = q_tiles.index(W), do_tiles.index(W)
     dq = gl.zeros([ROWS, BLOCK_D], gl.float32, layout=OUT)
     mbarrier.wait(q_full.index(W), 0)
-    for i in range(count - full):
+    for i in range(span.masked):
         dq = _dq_step(
-            i, (count - 1 - i) * BLOCK_N, dq, q, do, lse, delta, k_ring, v_ring, rows, diagonal, S, scale,
+            i, dq, q, do, lse, delta, k_ring, v_ring, first_keys, last_keys, span, packed, S - N, S, scale,
             True, CAUSAL, SCORES, LEFT,
         )  # fmt: skip
-    for i in range(count - full, count):
+    for i in range(span.masked, span.count):
         dq = _dq_step(
-            i, 0, dq, q, do, lse, delta, k_ring, v_ring, rows, diagonal, S, scale, False, CAUSAL, SCORES, LEFT
-        )
+            i, dq, q, do, lse, delta, k_ring, v_ring, first_keys, last_keys, span, packed, S - N, S, scale,
+            False, CAUSAL, SCORES, LEFT,
+        )  # fmt: skip
     _store(dq_out, (b, h, start_m + W * ROWS, 0), dq * dq_scale, q)
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["B", "H", "N", "S", "n_padded", "section"])
+@gluon.jit(do_not_specialize=["B", "H", "N", "S", "n_padded", "section", "sequences"])
 def _flash_attention_bwd_dq_hopper_kernel(
     q, k, v, do,  # tensor descriptors: (B, H, N, D) for q and do, (B, H / GROUP, S, D) for k and v
     lse_ptr, delta_ptr,  # (B, H, n_padded); +inf and 0 beyond N
     dq,  # a descriptor: (B, H, N, D)
     B, H, N, S, n_padded, section,
+    boundaries_ptr, stride_s, sequences,  # (sequences + 1,) boundaries of packed sequences, or None
     scale,  # with log2(e)
     dq_scale,  # without
     GROUP: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr,
@@ -996,7 +1128,8 @@ def _flash_attention_bwd_dq_hopper_kernel(
 ):  # fmt: skip
     block, head = _place(gl.program_id(0), gl.cdiv(N, 2 * ROWS), B * H, section, CAUSAL)
     b, h, start_m = head // H, head % H, block * (2 * ROWS)
-    count, full = _keys_of(start_m, N, S, CAUSAL, 2 * ROWS, BLOCK_N)
+    packed = Packed(boundaries_ptr, stride_s, sequences)
+    span = _keys_of(start_m, N, S, packed, CAUSAL, 2 * ROWS, BLOCK_N)
     lse_ptr += head.to(gl.int64) * n_padded
     delta_ptr += head.to(gl.int64) * n_padded
 
@@ -1005,21 +1138,20 @@ def _flash_attention_bwd_dq_hopper_kernel(
     k_ring = Ring(_tiles(dtype, STAGES, BLOCK_N, BLOCK_D), _barriers(STAGES, 1), _barriers(STAGES, 2))
     v_ring = Ring(_tiles(dtype, STAGES, BLOCK_N, BLOCK_D), _barriers(STAGES, 1), _barriers(STAGES, 2))
     fence_async_shared()
+    consumer = (
+        dq, lse_ptr, delta_ptr, q_tiles, do_tiles, q_full, k_ring, v_ring, (b, h, start_m), span, packed,
+        N, S, scale, dq_scale,
+    )  # fmt: skip
+    producer = q, k, v, do, q_tiles, do_tiles, q_full, k_ring, v_ring, b, h, start_m, span, packed
     gl.warp_specialize(
         [
-            (_dq_consume, (
-                dq, lse_ptr, delta_ptr, q_tiles, do_tiles, q_full, k_ring, v_ring, b, h, start_m, count, full,
-                S - N, S, scale, dq_scale, CAUSAL, 0,
-            )),
-            (_dq_consume, (
-                dq, lse_ptr, delta_ptr, q_tiles, do_tiles, q_full, k_ring, v_ring, b, h, start_m, count, full,
-                S - N, S, scale, dq_scale, CAUSAL, 1,
-            )),
-            (_dq_produce, (q, k, v, do, q_tiles, do_tiles, q_full, k_ring, v_ring, b, h, start_m, count, GROUP)),
+            (_dq_consume, (consumer, CAUSAL, 0)),
+            (_dq_consume, (consumer, CAUSAL, 1)),
+            (_dq_produce, (producer, GROUP)),
         ],
         [4, 1],
         [240, 24],
-    )  # fmt: skip
+    )
 
 
 # --- configurations -------------------------------------------------------------------------------------------------
@@ -1070,17 +1202,18 @@ def config(
     return triton.Config({"BLOCK_D": width, "ROWS": ROWS, **found}, num_warps=4)
 
 
-def forward_grid(num_blocks: int, heads: int, d: int, causal: bool, num_sms: int) -> tuple[int, int]:
+def forward_grid(num_blocks: int, heads: int, d: int, causal: bool, packed: bool, num_sms: int) -> tuple[int, int]:
     """How many programs share ``num_blocks`` blocks of queries a head, and the order in which each takes them.
 
     A program that stays for many blocks loads the next one's tiles while it stores this one's output: that counts most
     where a block has few tiles. But work is given out beforehand, so that programs have to be equally long. Causal ones
     take pairs of a long block and a short one, where few programs have one pair less. Heads of 80 and 96 numbers go faster
     with rounds of blocks, the long ones first, from the first program to the last one and back again. Else each block is a
-    program. With heads of 256 numbers queries and output share a buffer, and nothing is gained.
+    program, and so where sequences are packed: nobody knows beforehand how long theirs is. With heads of 256 numbers queries
+    and output share a buffer, and nothing is gained.
     """
     units = num_blocks * heads
-    if d > 128 or units <= num_sms:
+    if d > 128 or packed or units <= num_sms:
         return units, LONG_FIRST.value
     if not causal:
         return num_sms, LONG_FIRST.value

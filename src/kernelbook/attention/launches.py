@@ -170,8 +170,7 @@ def with_tma(p: Problem, gluon: bool, read: tuple[Tensor, ...], results_like: tu
     there = p.properties.prefers_tma and not p.lengths and not p.properties.same_bits
     reads = there and _fit_descriptors(*(t for t in read if is_readable(t)))
     writes = there and _fit_descriptors(*(torch.empty_like(t, device="meta") for t in results_like))
-    # Kernels for Hopper take no boundaries; one that does needs them in its arguments (Tiles.mask_args), and this lifted.
-    hopper = gluon and reads and writes and p.window is None and not p.softcap and not p.packed
+    hopper = gluon and reads and writes and p.window is None and not p.softcap
     return dataclasses.replace(p, tma_reads=reads, hopper=hopper)
 
 
@@ -195,16 +194,23 @@ class Tiles:
     results: Block | None
     vectors: Block | None  # of lse and delta
     sizes: tuple[int, ...]
-    window: int | None  # 0: none; None: a kernel for Hopper, which takes no lengths, packed sequences, window or sinks
+    window: int | None  # 0: none; None: a kernel for Hopper, which takes neither lengths nor a window
     rest: tuple[Block, Block] | None = None  # of features beyond these blocks: queries, keys
 
     def mask_args(self, lengths: Tensor | None, cu_seqlens: Tensor | None, stand_in: Tensor) -> tuple[Any, ...]:
         """Lengths or boundaries, and window, as the kernel's arguments."""
-        if self.window is None:
-            return ()
+        window = () if self.window is None else (self.window,)
         if cu_seqlens is not None:
-            return cu_seqlens, cu_seqlens.stride(0), cu_seqlens.shape[0] - 1, self.window
+            return cu_seqlens, cu_seqlens.stride(0), cu_seqlens.shape[0] - 1, *window
+        if self.window is None:
+            return (None,) * 3
         return *strided(lengths, 1, stand_in), 0, self.window
+
+    def sink_args(self, sinks: Tensor | None, stand_in: Tensor) -> tuple[Any, ...]:
+        """Sinks as the arguments of a forward kernel."""
+        if self.window is not None:
+            return strided(sinks, 1, stand_in)
+        return (None, None) if sinks is None else (sinks, sinks.stride(0))
 
     def rest_args(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> tuple[Any, ...]:
         """The same tensors for features beyond the blocks, as the arguments of a forward kernel for Hopper."""
@@ -214,10 +220,6 @@ class Tiles:
             return (None,) * 4
         queries, keys = self.rest
         return Descriptor(q, queries), Descriptor(k, keys), Descriptor(v, keys), Descriptor(o, queries)
-
-    def sink_args(self, sinks: Tensor | None, stand_in: Tensor) -> tuple[Any, ...]:
-        """Sinks as the arguments of a forward kernel."""
-        return () if self.window is None else strided(sinks, 1, stand_in)
 
 
 def hopper_config(kernel: str, p: Problem) -> Any:

@@ -11,7 +11,7 @@ from kernelbook.attention import kernels, kernels_decode, kernels_same_bits, lau
 from kernelbook.attention.backward import attention_backward
 from kernelbook.attention.launches import Problem, Tiles, is_readable, kernel_arg, like, plain_kernels, readable
 from kernelbook.launch import Launch, cdiv, launcher
-from kernelbook.memory import accumulator, counters, empty, tl_accumulator
+from kernelbook.memory import accumulator, counters, empty
 from kernelbook.operators import Op
 
 __all__ = ["flash_attention", "plain_kernels"]
@@ -197,7 +197,7 @@ def _forward_tiles(p: Problem) -> Tiles:
     if config is None:
         return launches.plain_tiles("fwd", kernels._flash_attention_fwd_kernel, p, p.n, p.h, p.s, SINKS=p.sinks)
     hopper, rows = launches.kernels_hopper, config.kwargs["ROWS"] * config.kwargs["WARPGROUPS"]
-    grid, order = hopper.forward_grid(cdiv(p.n, rows), p.b * p.h, p.d, p.causal, p.properties.num_sms)
+    grid, order = hopper.forward_grid(cdiv(p.n, rows), p.b * p.h, p.d, p.causal, p.packed, p.properties.num_sms)
     sizes = launches.section(p, p.s, p.h), order
     return launches.hopper_tiles(hopper._flash_attention_fwd_hopper_kernel, config, p, grid, sizes)
 
@@ -210,27 +210,19 @@ class ForwardPlan:
     scaling: launches.Scaling
     window: int | None
     kernel: SplitKeys | Tiles
-    join_sinks: tuple[Launch, tuple[int]] | None  # to what a kernel for Hopper has made: the kernel, and its grid
 
 
 def forward_plan(p: Problem, scale: Any, gluon: bool, *read: Tensor) -> ForwardPlan:
     """``read``: q and, unless they lie in pages, k and v."""
-    scaling, join_sinks = launches.scaling(read[0], scale), None
+    scaling = launches.scaling(read[0], scale)
     kernel: SplitKeys | Tiles
     few = p.n <= kernels_decode.MAX_QUERIES and not p.packed
     if few or p.properties.same_bits:  # whose kernel takes any number
         kernel = split_keys(dataclasses.replace(p, s=64 * cdiv(p.s, 64)))
     else:
         kernel = _forward_tiles(launches.with_tma(p, gluon, read, read[:1]))
-        if p.sinks and kernel.window is None:
-            config = kernels.SINKS_CONFIG
-            launch = launcher(
-                kernels._flash_attention_sinks_kernel, D=p.d, ACC=tl_accumulator(p.dtype), BLOCK_D=kernels.block_d(p.d),
-                **config.kwargs, num_warps=config.num_warps,
-            )  # fmt: skip
-            join_sinks = launch, (cdiv(p.n, config.kwargs["BLOCK_M"]) * p.b * p.h,)
     as_they_lie = scaling.queries == 1 and all(map(is_readable, read))
-    return ForwardPlan(as_they_lie, scaling, p.window, kernel, join_sinks)
+    return ForwardPlan(as_they_lie, scaling, p.window, kernel)
 
 
 def run_forward(
@@ -268,9 +260,6 @@ def run_forward(
         *kernel.sizes, *kernel.mask_args(lengths, cu_seqlens, lse), scores, *kernel.sink_args(sinks, lse),
         *kernel.rest_args(q, k, v, o),
     )  # fmt: skip
-    if plan.join_sinks is not None:
-        launch, grid = plan.join_sinks
-        launch(grid, kernel_arg(None, o), lse, sinks, *sinks.stride(), *q.shape[1:3])
 
 
 # --- the operator ---------------------------------------------------------------------------------------------------
