@@ -299,7 +299,7 @@ def _small_tiles(
         launched.append(kernel)
         return triton.Config(configs[kernel], num_warps=4)
 
-    def grid(num_blocks: int, heads: int, width: int, causal: bool, packed: bool, num_sms: int) -> tuple[int, int]:
+    def grid(num_blocks: int, heads: int, width: int, causal: bool, mean: int, num_sms: int) -> tuple[int, int]:
         order = 1 + num_blocks % 2 if causal else 0
         return min(3, num_blocks * heads // (1 + order % 2)), order  # programs that stay for several blocks
 

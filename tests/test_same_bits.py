@@ -82,9 +82,13 @@ COUNTS = (1, 2, 7, 16, 17, 64, 300, 2048, 16384)
 
 @pytest.mark.parametrize("target", ["sm_75", "sm_80", "sm_90", "sm_100", "gfx942"])
 def test_no_rule_looks_at_how_many_rows_there_are(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On no GPU: of each function one tile, one kernel and one order, for any number of rows, tokens, queries or keys."""
+    """On no GPU: of each function one kernel, one instruction and one order, for any number of rows, tokens, queries or keys.
+
+    But where ``wgmma`` multiplies, tiles of any width.
+    """
     from kernelbook.attention import backward, launches
     from kernelbook.attention import op as attention
+    from kernelbook.linear import kernels as of_linear
     from kernelbook.moe_lora import kernels as moe
     from kernelbook.packed import products
     from kernelbook.scatter_ffn import kernels as scatter
@@ -98,6 +102,11 @@ def test_no_rule_looks_at_how_many_rows_there_are(target: str, monkeypatch: pyte
             for access in ("boxes", "wide", "narrow", "packed"):
                 assert len({moe.rows_tiles(m, 128, 0, itemsize, access, p) for m in COUNTS}) == 1
             assert len({moe.shrink_tiles(m, 128, 8192, 16, itemsize, p) for m in COUNTS}) == 1
+            blocks = [of_linear.tiles(m, 4096, itemsize, p).kwargs for m in COUNTS]
+            if itemsize == 2 and p.is_hopper:
+                assert {found["BLOCK_M"] for found in blocks} == {64, 128}  # one or two of the instruction's heights
+            else:
+                assert blocks == blocks[:1] * len(COUNTS)
             assert {sparse.strategy(m, 4096, 512, 64, itemsize, True, False, p) for m in COUNTS} == {"packed"}
         assert {moe.choose_strategy(m, p) for m in COUNTS} == {"split"}
         assert all(products.decodes_on_the_way(m, 8, p) for m in COUNTS)
@@ -108,7 +117,8 @@ def test_no_rule_looks_at_how_many_rows_there_are(target: str, monkeypatch: pyte
                 products.plan.__wrapped__(m, (128, 1536, 2048), False, bf16, 64, "float32", **how, properties=p)
                 for m in COUNTS
             ]
-            assert len({None if plan is None else (plan.launch, plan.kind, plan.height) for plan in found}) == 1
+            launches_of = [None if plan is None else (plan.kind, plan.launch[0], plan.parts) for plan in found]
+            assert launches_of == [("gemm", "_many_rows_kernel", 1) if p.is_hopper else None] * len(COUNTS)
         kept = set()
         for b, n, s in ((1, 1, 300), (64, 1, 300), (1, 16, 9000), (2, 2048, 2048), (1, 3, 64)):
             q, k = torch.empty(b, 8, n, 128, dtype=bf16), torch.empty(b, 2, s, 128, dtype=bf16)
@@ -565,6 +575,17 @@ def test_training_and_generation_agree_at_the_sizes_of_a_model(kind: str) -> Non
                     else:
                         different += int((found != packed[:size]).sum())
     assert tokens >= 10_000 and different > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [16, 512, 4096, 50304])
+def test_tiles_of_any_width_at_the_sizes_of_models(n: int) -> None:
+    x, w, b = (randn(*shape, dtype=torch.bfloat16) for shape in ((3000, 2048), (n, 2048), (n,)))
+    packed = kb.nf4_quantize(w)
+    with kb.same_bits():
+        whole, of_packed = linear(x, w, b), kb.nf4_matmul(x, packed)
+        for m in (1, 17, 64, 65, 300, 2048):
+            assert same(linear(x[:m], w, b), whole[:m]) and same(kb.nf4_matmul(x[:m], packed), of_packed[:m]), m
 
 
 @pytest.mark.gpu

@@ -273,9 +273,9 @@ def same_bits(enabled: bool = True) -> Iterator[None]:
 
     Not on how many rows there are, on their order, packing, padding, the chunk in which a prompt is read, the page size, or
     over how many programs keys are split: log-probabilities of a training batch and of generation agree bit by bit. Each
-    function takes one tile shape and one order of its sums, whatever the number of rows; nothing is autotuned,
-    and no kernel fuses a multiplication with an addition. That costs time. Weights and their dtype, the GPU and the versions
-    of PyTorch and Triton have to be the same.
+    function takes one order of its sums, whatever the number of rows, and one tile shape; only Hopper's products of 16 bits
+    have several, whose width changes no bit. Nothing is autotuned, and no kernel fuses a multiplication with an addition. That
+    costs time. Weights and their dtype, the GPU and the versions of PyTorch and Triton have to be the same.
 
     Experimental: its tests pass on an H100 and an H200; ``pytest -m gpu tests/test_same_bits.py`` tries it on your GPU.
 

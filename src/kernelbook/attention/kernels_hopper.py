@@ -1166,19 +1166,23 @@ def config(
     return triton.Config({"BLOCK_D": width, "ROWS": ROWS, **found}, num_warps=4)
 
 
-def forward_grid(num_blocks: int, heads: int, d: int, causal: bool, packed: bool, num_sms: int) -> tuple[int, int]:
+def forward_grid(num_blocks: int, heads: int, d: int, causal: bool, mean: int, num_sms: int) -> tuple[int, int]:
     """How many programs share ``num_blocks`` blocks of queries a head, and the order in which each takes them.
 
     A program that stays for many blocks loads the next one's tiles while it stores this one's output: that counts most
     where a block has few tiles. But work is given out beforehand, so that programs have to be equally long. Causal ones
     take pairs of a long block and a short one, where few programs have one pair less. Heads of 80 and 96 numbers go faster
     with rounds of blocks, the long ones first, from the first program to the last one and back again. Else each block is a
-    program, and so where sequences are packed: nobody knows beforehand how long theirs is. With heads of 256 numbers queries
-    and output share a buffer, and nothing is gained.
+    program. With heads of 256 numbers queries and output share a buffer, and nothing is gained.
+
+    Of packed sequences, which have ``mean`` queries (0: they are not packed), nobody knows beforehand how long a block takes:
+    programs stay only where all of them are short, and else for two.
     """
     units = num_blocks * heads
-    if d > 128 or packed or units <= num_sms:
+    if d > 128 or units <= num_sms:
         return units, LONG_FIRST.value
+    if mean:
+        return num_sms if mean <= 512 else max(num_sms, -(-units // 2)), LONG_FIRST.value
     if not causal:
         return num_sms, LONG_FIRST.value
     if 64 < d <= 96:

@@ -60,7 +60,7 @@ class Problem:
     dtype: torch.dtype
     causal: bool
     lengths: bool
-    packed: bool  # whether sequences lie one after another in n
+    boundaries: int  # of sequences that lie one after another in n; 0: they do not
     window: int | None
     sinks: bool
     softcap: float  # in base 2; 0: none
@@ -68,6 +68,10 @@ class Problem:
     properties: runtime.DeviceProperties
     tma_reads: bool = False  # whether kernels for tiles read by tensor descriptor
     hopper: bool = False  # whether they may be those for Hopper GPUs
+
+    @property
+    def packed(self) -> bool:
+        return self.boundaries > 0
 
 
 def problem(
@@ -81,7 +85,8 @@ def problem(
     # A window that holds all keys is none; kernels add to it in 32 bits.
     window = None if window is None or window >= s else window
     return Problem(
-        b, h, h_kv, h // h_kv, n, s, d, page, q.dtype, causal, lengths is not None, cu_seqlens is not None, window,
+        b, h, h_kv, h // h_kv, n, s, d, page, q.dtype, causal, lengths is not None,
+        0 if cu_seqlens is None else cu_seqlens.shape[0], window,
         sinks is not None, 0.0 if softcap is None else softcap * LOG2_E, _precision(q), runtime.properties(q.device),
     )  # fmt: skip
 

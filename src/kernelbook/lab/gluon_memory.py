@@ -544,6 +544,8 @@ class Tiles:
     def part(self, at: Sequence[Any]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
         """Of the tensor, and of a tile: what both have."""
         begins = [operator.index(i) for i in at]
+        if begins[-1] * self.data.itemsize % 16:
+            raise wrong("layout", f"TMA copies pieces of 16 bytes, and {begins[-1]} of {self.dtype} is within one")
         spans = [
             (max(0, i), max(0, min(i + n, size)))
             for i, n, size in zip(begins, self.block_shape, self.data.shape, strict=True)

@@ -45,7 +45,7 @@ def product(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None, 
     (m, k), n = x.shape, w.shape[1]
     if out.numel() == 0:
         return out
-    config = kernels.tiles(n, x.element_size(), runtime.properties(x.device))
+    config = kernels.tiles(m, n, x.element_size(), runtime.properties(x.device))
     block_m, block_n, block_k = (config.kwargs[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"))
     launch = launcher(
         kernels._linear_fwd_kernel, HAS_BIAS=bias is not None, ACC=tl_accumulator(x.dtype), PRECISION=precision(x.dtype),

@@ -83,8 +83,6 @@ SPLIT_K_LEAST = 512  # of a part, at least
 # Up to so many rows the highest tiles are faster than a dense W, where they fill the GPU and a scale has 32 elements or more.
 ROWS_OF_ONE = 512
 GEMM_OF_FULL = {"BLOCK_M": 256, "HALVES": 0, "BLOCK_N": 128, "BLOCK_K": 64}
-# Within ``same_bits`` one tile for any number of rows, which is not halved.
-GEMM_OF_ALL = {"BLOCK_M": 128, "HALVES": 0, "BLOCK_N": 64, "BLOCK_K": 64}
 # From so many rows a matrix on it is as fast to make W dense first, which costs its memory: the cores wait for decoding.
 DENSE_ROWS = {True: 512, False: 128}  # on Hopper, and by the plain kernels elsewhere
 
@@ -184,9 +182,8 @@ def plan(
         )  # fmt: skip
         return Plan(skinny, "skinny", parts * tiles["BLOCK_M"], cdiv(n, tiles["ROWS"]), parts)
     parts = 1
-    if properties.same_bits:
-        tiles = GEMM_OF_ALL
-    elif routed:
+    # Within ``same_bits`` too: a row of x is a column for ``wgmma``, which adds 16 elements of K to it in order, however many there are.
+    if routed or not tailored:
         tiles = next(found for limit, found in GEMM if mean <= limit)
     else:
         found = many_of_one(rows, width, length, scale, properties.num_sms)
