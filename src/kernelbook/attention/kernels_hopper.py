@@ -281,9 +281,10 @@ def _block(round, p, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.co
 
 
 @gluon.jit
-def _copy_features(tensors, b, h, row, ring, slot):
+def _copy_features(tensors, at, ring, slot):
     """Those of the rest too, if there are any."""
     tensor, rest = tensors
+    b, h, row = at
     _copy(tensor, (b, h, row, 0), ring, slot)
     if rest is not None:
         at = (b, h, row, ring.tiles.shape[2])
@@ -304,15 +305,16 @@ def _produce(work, GROUP: gl.constexpr, CAUSAL: gl.constexpr, REST: gl.constexpr
         b, h = head // p.H, head % p.H
         for i in range(span.count):
             start = _start_of(i, span, BLOCK_N)
+            at = (b, h // GROUP, start)
             slot = _claim(k_ring, before + i, BLOCK_N * D * 2)
-            _copy_features(k, b, h // GROUP, start, k_ring, slot)
+            _copy_features(k, at, k_ring, slot)
             if i == 0:
                 for w in gl.static_range(WARPGROUPS):
                     mbarrier.wait(q_ring.free.index(w), (round & 1) ^ 1)
                     mbarrier.expect(q_ring.full.index(w), ROWS * D * 2)
-                    _copy_features(q, b, h, start_m + w * ROWS, q_ring, w)
+                    _copy_features(q, (b, h, start_m + w * ROWS), q_ring, w)
             slot = _claim(v_ring, before + i, BLOCK_N * D * 2)
-            _copy_features(v, b, h // GROUP, start, v_ring, slot)
+            _copy_features(v, at, v_ring, slot)
         before += span.count
 
 
@@ -338,21 +340,21 @@ def _softmax(scores, m, scale, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def _scores(q, k, slot, W: gl.constexpr, REST: gl.constexpr):
+def _scores(q, q_rest, k, slot, W: gl.constexpr, REST: gl.constexpr):
     """Starts the product of this warpgroup's queries and a tile of keys."""
-    scores = _product_with(q.tiles.index(W), k.tiles.index(slot))
+    scores = _product_with(q, k.tiles.index(slot))
     if REST:
-        scores = warpgroup_mma(q.rest.index(W), k.rest.index(slot).permute((1, 0)), scores, is_async=True)
+        scores = warpgroup_mma(q_rest.index(W), k.rest.index(slot).permute((1, 0)), scores, is_async=True)
     return scores
 
 
 @gluon.jit
-def _step_alone(i, acc, l, m, rings, block, p, W: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr):
+def _step_alone(i, acc, l, m, tiles, block, p, MASKED: gl.constexpr, CAUSAL: gl.constexpr):
     """Scores, softmax and product with the values of tile i, one after the other: other warpgroups fill the gaps."""
-    q, k, v = rings
+    q, _q_rest, k, v = tiles
     before, _turns, rows, span = block
     slot = _await(k, before + i)
-    scores = _product_with(q.tiles.index(W), k.tiles.index(slot))
+    scores = _product_with(q, k.tiles.index(slot))
     scores = warpgroup_mma_wait(0, deps=[scores])
     mbarrier.arrive(k.free.index(slot))
     if MASKED:
@@ -371,16 +373,16 @@ def _step_alone(i, acc, l, m, rings, block, p, W: gl.constexpr, MASKED: gl.const
 
 @gluon.jit
 def _step(
-    i, acc, more, l, m, left, rings, turn, block, p,
+    i, acc, more, l, m, left, tiles, turn, block, p,
     W: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr, REST: gl.constexpr,
 ):  # fmt: skip
     """The scores and softmax of tile i; the product of ``left``, tile i - 1's weights, with its values."""
-    q, k, v = rings
+    q, q_rest, k, v = tiles
     before, turns, rows, span = block
     slot = _await(k, before + i)
     # The first one's first turn has no one before it.
     mbarrier.wait(turn.index(W), ((turns + i) & 1) ^ (W != 0))
-    scores = _scores(q, k, slot, W, REST)
+    scores = _scores(q, q_rest, k, slot, W, REST)
     slot_v = _await(v, before + i - 1)
     out = warpgroup_mma(left, v.tiles.index(slot_v), acc, is_async=True)
     if REST:
@@ -410,13 +412,15 @@ def _step(
 @gluon.jit
 def _consume(work, OVERLAP: gl.constexpr, CAUSAL: gl.constexpr, REST: gl.constexpr, W: gl.constexpr):
     o, o_rest, lse_ptr, rings, o_tiles, o_rest_tiles, turn, p = work
-    q, k, v = rings
-    WARPGROUPS: gl.constexpr = q.tiles.shape[0]
-    ROWS: gl.constexpr = q.tiles.shape[1]
-    BLOCK_D: gl.constexpr = q.tiles.shape[2]
+    q_ring, k, v = rings
+    WARPGROUPS: gl.constexpr = q_ring.tiles.shape[0]
+    ROWS: gl.constexpr = q_ring.tiles.shape[1]
+    BLOCK_D: gl.constexpr = q_ring.tiles.shape[2]
     BLOCK_N: gl.constexpr = k.tiles.shape[1]
     ROW: gl.constexpr = gl.SliceLayout(1, _products(BLOCK_N))
     SHARED: gl.constexpr = BLOCK_D > 128
+    q, q_rest = q_ring.tiles.index(W), q_ring.rest
+    tiles = q, q_rest, k, v
     before = 0  # tiles of keys of earlier rounds
     for round in range(p.rounds):
         head, start_m, span = _block(round, p, CAUSAL, WARPGROUPS * ROWS, BLOCK_N)
@@ -427,10 +431,10 @@ def _consume(work, OVERLAP: gl.constexpr, CAUSAL: gl.constexpr, REST: gl.constex
         more = 0.0
         if REST:
             more = _zeros(ROWS, REST)
-        mbarrier.wait(q.full.index(W), round & 1)
+        mbarrier.wait(q_ring.full.index(W), round & 1)
         if OVERLAP:
             slot = _await(k, before)
-            scores = _scores(q, k, slot, W, REST)
+            scores = _scores(q, q_rest, k, slot, W, REST)
             scores = warpgroup_mma_wait(0, deps=[scores])
             mbarrier.arrive(k.free.index(slot))
             seen = _seen(0, scores, rows, span, p.S - p.N, p.S, CAUSAL)
@@ -439,11 +443,11 @@ def _consume(work, OVERLAP: gl.constexpr, CAUSAL: gl.constexpr, REST: gl.constex
             block = before, before - round, rows, span  # each round's first tile has no turn
             if CAUSAL or p.packed.ptr is not None:  # else only the first tile is masked
                 for i in range(1, span.masked):
-                    acc, more, l, m, left = _step(i, acc, more, l, m, left, rings, turn, block, p, W, True, CAUSAL, REST)
+                    acc, more, l, m, left = _step(i, acc, more, l, m, left, tiles, turn, block, p, W, True, CAUSAL, REST)
             for i in range(span.masked, span.count):
-                acc, more, l, m, left = _step(i, acc, more, l, m, left, rings, turn, block, p, W, False, CAUSAL, REST)
+                acc, more, l, m, left = _step(i, acc, more, l, m, left, tiles, turn, block, p, W, False, CAUSAL, REST)
             if not SHARED:
-                mbarrier.arrive(q.free.index(W))
+                mbarrier.arrive(q_ring.free.index(W))
             slot = _await(v, before + span.count - 1)
             acc = warpgroup_mma(left, v.tiles.index(slot), acc, is_async=True)
             if REST:
@@ -456,11 +460,11 @@ def _consume(work, OVERLAP: gl.constexpr, CAUSAL: gl.constexpr, REST: gl.constex
             block = before, 0, rows, span
             l = gl.sum(_zeros(ROWS, BLOCK_N).reshape([ROWS, BLOCK_N // 8, 8]), axis=1)
             for i in range(span.masked):
-                acc, l, m = _step_alone(i, acc, l, m, rings, block, p, W, True, CAUSAL)
+                acc, l, m = _step_alone(i, acc, l, m, tiles, block, p, True, CAUSAL)
             for i in range(span.masked, span.count):
-                acc, l, m = _step_alone(i, acc, l, m, rings, block, p, W, False, CAUSAL)
+                acc, l, m = _step_alone(i, acc, l, m, tiles, block, p, False, CAUSAL)
             if not SHARED:
-                mbarrier.arrive(q.free.index(W))
+                mbarrier.arrive(q_ring.free.index(W))
         before += span.count
 
         l = gl.convert_layout(gl.sum(l, axis=1), ROW)
@@ -482,7 +486,7 @@ def _consume(work, OVERLAP: gl.constexpr, CAUSAL: gl.constexpr, REST: gl.constex
             _store(o_rest, (head // p.H, head % p.H, start_m + W * ROWS, BLOCK_D), more, o_rest_tiles.index(W))
         if SHARED:
             tma.store_wait(0)
-            mbarrier.arrive(q.free.index(W))
+            mbarrier.arrive(q_ring.free.index(W))
     tma.store_wait(0)
 
 
