@@ -53,17 +53,17 @@ CHANGES = (
 ATTENTION_CHANGES = (
     ("@gluon.jit\ndef _step(\n    i,", f"{HEAD}@gluon.jit\ndef _step(\n    clocks, i,"),
     ("    slot = _await(k, before + i)\n    # The first", "    _stamp(clocks, before + i, 0)\n    slot = _await(k, before + i)\n    _stamp(clocks, before + i, 1)\n    # The first"),
-    ("    scores = _scores(q, k, slot, rest, W, SCORES, REST)\n    slot_v", "    _stamp(clocks, before + i, 2)\n{}"),
+    ("    scores = _scores(q, q_rest, k, slot, W, REST)\n    slot_v", "    _stamp(clocks, before + i, 2)\n{}"),
     ("    scores = warpgroup_mma_wait(PRODUCTS, deps=[scores])\n", "    _stamp(clocks, before + i, 3)\n{}    _stamp(clocks, before + i, 4)\n"),
     ("    slot_v = _await(v, before + i - 1)\n    if REST", "    _stamp(clocks, before + i, 5)\n{}"),
     ("    mbarrier.arrive(v.free.index(slot_v))\n    return", "    _stamp(clocks, before + i, 6)\n{}"),
-    ("def _consume(\n    o,", "def _consume(\n    clocks, o,"),
-    ("= _step(\n                        i,", "= _step(\n                        clocks, i,"),
-    ("= _step(\n                    i,", "= _step(\n                    clocks, i,"),
+    ("def _consume(", "def _consume(clocks, "),
+    ("left = _step(i,", "left = _step(clocks, i,"),
+    ("left = _step(i,", "left = _step(clocks, i,"),
     ("def _flash_attention_fwd_hopper_kernel(\n", "{}    clocks_ptr,\n"),
     ("    if WARPGROUPS == 2:\n        gl.warp_specialize(", "    clocks = clocks_ptr + gl.program_id(0) * 3 * MOST * STAMPS\n{}"),
-    ("                    o, o_rest, lse_ptr, q_ring, k_ring, v_ring, o_tiles, rest, turn, p, scale,\n                    OVERLAP, CAUSAL, 0", "                    clocks,\n{}"),
-    ("                    o, o_rest, lse_ptr, q_ring, k_ring, v_ring, o_tiles, rest, turn, p, scale,\n                    OVERLAP, CAUSAL, 1", "                    clocks + MOST * STAMPS,\n{}"),
+    ("(consumer, OVERLAP, CAUSAL, REST, 0)", "(clocks, consumer, OVERLAP, CAUSAL, REST, 0)"),
+    ("(consumer, OVERLAP, CAUSAL, REST, 1)", "(clocks + MOST * STAMPS, consumer, OVERLAP, CAUSAL, REST, 1)"),
 )  # fmt: skip
 SPANS = {
     "consumer": {"wait for full": (0, 1), "start the product": (1, 2), "wait for the product before": (2, 3), "store the result": (4, 5)},

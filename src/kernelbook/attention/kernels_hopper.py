@@ -16,6 +16,10 @@ The sides of a tile are powers of two, in shared memory too (Triton's layouts kn
 65 to 96 numbers as 64 and 16 or 32 more (``REST``), with two products for one; the backward pass as heads of 128. Descriptors
 pad with zeros, which are not read from memory.
 
+Packed sequences: a tile of queries or keys may hold rows of several. Then all of its scores are masked, else only those at the
+edges, see ``Span``. Tiles of the other side begin where the first of these sequences begins, or end where the last one ends, so
+that nothing behind the last sequence is read. Such tiles begin with any row: see ``COPIES`` for lse and delta.
+
 Not handled here: dtypes of other than 16 bits, tensors that descriptors cannot read, and what ``config`` leaves to the
 plain kernels.
 """
@@ -324,19 +328,22 @@ def _rescaled(l, alpha):
 
 
 @gluon.jit
-def _softmax(scores, m, scale, MASKED: gl.constexpr):
-    """-> p, sums of p, m, alpha: by what earlier sums are scaled down. MASKED: a row may see nothing.
+def _softmax(i, scores, m, rows, span, p, MASKED: gl.constexpr, CAUSAL: gl.constexpr):
+    """Of tile i -> weights, sums of these, m, alpha: by what earlier sums are scaled down. MASKED: a row may see nothing.
 
     The sum of a row is in the parts that a thread has of it: (rows, 8). Threads add them up once, at the end.
     """
-    m_new = gl.maximum(m, gl.max(scores, axis=1) * scale)
+    if MASKED:
+        seen = _seen(i, scores, rows, span, p.S - p.N, p.S, CAUSAL)
+        scores = gl.where(seen, scores, float("-inf"))
+    m_new = gl.maximum(m, gl.max(scores, axis=1) * p.scale)
     shift = m_new
     if MASKED:
         shift = gl.where(m_new == float("-inf"), 0.0, m_new)
-    p = gl.exp2(scores * scale - gl.expand_dims(shift, 1))
+    weights = gl.exp2(scores * p.scale - gl.expand_dims(shift, 1))
     alpha = gl.exp2(m - shift)
-    sums = gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 8]), axis=1)
-    return p, sums, m_new, alpha
+    sums = gl.sum(weights.reshape([weights.shape[0], weights.shape[1] // 8, 8]), axis=1)
+    return weights, sums, m_new, alpha
 
 
 @gluon.jit
@@ -349,18 +356,15 @@ def _scores(q, q_rest, k, slot, W: gl.constexpr, REST: gl.constexpr):
 
 
 @gluon.jit
-def _step_alone(i, acc, l, m, tiles, block, p, MASKED: gl.constexpr, CAUSAL: gl.constexpr):
+def _step_alone(i, acc, l, m, shared, block, p, MASKED: gl.constexpr, CAUSAL: gl.constexpr):
     """Scores, softmax and product with the values of tile i, one after the other: other warpgroups fill the gaps."""
-    q, _q_rest, k, v = tiles
+    q, _q_rest, k, v, _turn = shared
     before, _turns, rows, span = block
     slot = _await(k, before + i)
     scores = _product_with(q, k.tiles.index(slot))
     scores = warpgroup_mma_wait(0, deps=[scores])
     mbarrier.arrive(k.free.index(slot))
-    if MASKED:
-        seen = _seen(i, scores, rows, span, p.S - p.N, p.S, CAUSAL)
-        scores = gl.where(seen, scores, float("-inf"))
-    weights, sums, m, alpha = _softmax(scores, m, p.scale, MASKED)
+    weights, sums, m, alpha = _softmax(i, scores, m, rows, span, p, MASKED, CAUSAL)
     l = _rescaled(l, alpha) + sums
     left = _left(weights, v.tiles.dtype, acc)
     acc = _rescaled(acc, alpha)
@@ -373,11 +377,11 @@ def _step_alone(i, acc, l, m, tiles, block, p, MASKED: gl.constexpr, CAUSAL: gl.
 
 @gluon.jit
 def _step(
-    i, acc, more, l, m, left, tiles, turn, block, p,
+    i, acc, more, l, m, left, shared, block, p,
     W: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr, REST: gl.constexpr,
 ):  # fmt: skip
     """The scores and softmax of tile i; the product of ``left``, tile i - 1's weights, with its values."""
-    q, q_rest, k, v = tiles
+    q, q_rest, k, v, turn = shared
     before, turns, rows, span = block
     slot = _await(k, before + i)
     # The first one's first turn has no one before it.
@@ -391,10 +395,7 @@ def _step(
     PRODUCTS: gl.constexpr = 2 if REST else 1  # with the values
     scores = warpgroup_mma_wait(PRODUCTS, deps=[scores])
     mbarrier.arrive(k.free.index(slot))
-    if MASKED:
-        seen = _seen(i, scores, rows, span, p.S - p.N, p.S, CAUSAL)
-        scores = gl.where(seen, scores, float("-inf"))
-    weights, sums, m, alpha = _softmax(scores, m, p.scale, MASKED)
+    weights, sums, m, alpha = _softmax(i, scores, m, rows, span, p, MASKED, CAUSAL)
     l = _rescaled(l, alpha) + sums
     # The compiler would take the exponentials after the product. It does not move them across a
     # branch: a wait for a barrier is one, also where it returns at once.
@@ -420,7 +421,7 @@ def _consume(work, OVERLAP: gl.constexpr, CAUSAL: gl.constexpr, REST: gl.constex
     ROW: gl.constexpr = gl.SliceLayout(1, _products(BLOCK_N))
     SHARED: gl.constexpr = BLOCK_D > 128
     q, q_rest = q_ring.tiles.index(W), q_ring.rest
-    tiles = q, q_rest, k, v
+    shared = q, q_rest, k, v, turn
     before = 0  # tiles of keys of earlier rounds
     for round in range(p.rounds):
         head, start_m, span = _block(round, p, CAUSAL, WARPGROUPS * ROWS, BLOCK_N)
@@ -437,15 +438,14 @@ def _consume(work, OVERLAP: gl.constexpr, CAUSAL: gl.constexpr, REST: gl.constex
             scores = _scores(q, q_rest, k, slot, W, REST)
             scores = warpgroup_mma_wait(0, deps=[scores])
             mbarrier.arrive(k.free.index(slot))
-            seen = _seen(0, scores, rows, span, p.S - p.N, p.S, CAUSAL)
-            weights, l, m, _alpha = _softmax(gl.where(seen, scores, float("-inf")), m, p.scale, True)
+            weights, l, m, _alpha = _softmax(0, scores, m, rows, span, p, True, CAUSAL)
             left = _left(weights, v.tiles.dtype, acc)
             block = before, before - round, rows, span  # each round's first tile has no turn
             if CAUSAL or p.packed.ptr is not None:  # else only the first tile is masked
                 for i in range(1, span.masked):
-                    acc, more, l, m, left = _step(i, acc, more, l, m, left, tiles, turn, block, p, W, True, CAUSAL, REST)
+                    acc, more, l, m, left = _step(i, acc, more, l, m, left, shared, block, p, W, True, CAUSAL, REST)
             for i in range(span.masked, span.count):
-                acc, more, l, m, left = _step(i, acc, more, l, m, left, tiles, turn, block, p, W, False, CAUSAL, REST)
+                acc, more, l, m, left = _step(i, acc, more, l, m, left, shared, block, p, W, False, CAUSAL, REST)
             if not SHARED:
                 mbarrier.arrive(q_ring.free.index(W))
             slot = _await(v, before + span.count - 1)
@@ -460,9 +460,9 @@ def _consume(work, OVERLAP: gl.constexpr, CAUSAL: gl.constexpr, REST: gl.constex
             block = before, 0, rows, span
             l = gl.sum(_zeros(ROWS, BLOCK_N).reshape([ROWS, BLOCK_N // 8, 8]), axis=1)
             for i in range(span.masked):
-                acc, l, m = _step_alone(i, acc, l, m, tiles, block, p, True, CAUSAL)
+                acc, l, m = _step_alone(i, acc, l, m, shared, block, p, True, CAUSAL)
             for i in range(span.masked, span.count):
-                acc, l, m = _step_alone(i, acc, l, m, tiles, block, p, False, CAUSAL)
+                acc, l, m = _step_alone(i, acc, l, m, shared, block, p, False, CAUSAL)
             if not SHARED:
                 mbarrier.arrive(q_ring.free.index(W))
         before += span.count
@@ -511,15 +511,14 @@ def _flash_attention_fwd_hopper_kernel(
     packed = Packed(boundaries_ptr, stride_s, N, 0, sequences)
     p = Queries(B, H, N, S, section, order, rounds, packed, sinks_ptr, stride_sh, scale)
 
-    dtype: gl.constexpr = q.dtype
-    q_ring = _ring(dtype, WARPGROUPS, ROWS, BLOCK_D, REST, 1)
-    k_ring = _ring(dtype, STAGES, BLOCK_N, BLOCK_D, REST, WARPGROUPS)
-    v_ring = _ring(dtype, STAGES, BLOCK_N, BLOCK_D, REST, WARPGROUPS)
+    q_ring = _ring(q.dtype, WARPGROUPS, ROWS, BLOCK_D, REST, 1)
+    k_ring = _ring(q.dtype, STAGES, BLOCK_N, BLOCK_D, REST, WARPGROUPS)
+    v_ring = _ring(q.dtype, STAGES, BLOCK_N, BLOCK_D, REST, WARPGROUPS)
     o_tiles, o_rest_tiles = q_ring.tiles, q_ring.rest
     if BLOCK_D <= 128:  # else the output lies where the queries lay: there is no room for both
-        o_tiles = _tiles(dtype, WARPGROUPS, ROWS, BLOCK_D)
+        o_tiles = _tiles(q.dtype, WARPGROUPS, ROWS, BLOCK_D)
     if REST:
-        o_rest_tiles = _tiles(dtype, WARPGROUPS, ROWS, REST)
+        o_rest_tiles = _tiles(q.dtype, WARPGROUPS, ROWS, REST)
     turn = _barriers(WARPGROUPS, 1)
     fence_async_shared()
     rings = q_ring, k_ring, v_ring
@@ -757,23 +756,22 @@ def _wide_consume(work, MEMBERS: gl.constexpr, CAUSAL: gl.constexpr, VALUES: gl.
     ROWS: gl.constexpr = t.k.shape[1]
     BLOCK_M: gl.constexpr = t.q.tiles.shape[1]
     SCORES: gl.constexpr = _products(BLOCK_M)
-    count, masked = own.count, own.masked
     keys = _with_sequences(own.start_n + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES)), own.packed)
     gradient = _zeros(ROWS, t.k.shape[2])
     mbarrier.wait(t.kv_full.index(0), 0)
     if VALUES:
         out, smem = dv_out, t.k.index(0)
         for member in range(MEMBERS):
-            before = member * count
-            for i in range(count - masked):
+            before = member * own.count
+            for i in range(own.count - own.masked):
                 gradient = _dv_step(before + i, 0, gradient, smem, t, keys, own, scale, False, CAUSAL)
             if CAUSAL or own.packed.ptr is not None:
-                for i in range(count - masked, count):
-                    start = own.first + (count - 1 - i) * BLOCK_M
+                for i in range(own.count - own.masked, own.count):
+                    start = own.first + (own.count - 1 - i) * BLOCK_M
                     gradient = _dv_step(before + i, start, gradient, smem, t, keys, own, scale, True, CAUSAL)
     else:
         out, smem = dk_out, t.v.index(0)
-        for i in range(MEMBERS * count):
+        for i in range(MEMBERS * own.count):
             slot = _await(t.do, i)
             q = t.q.tiles.index(slot)
             dp = _product_with(smem, t.do.tiles.index(slot))
@@ -859,11 +857,9 @@ def _from_fours(x, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, LAYOUT: gl.cons
 
 
 @gluon.jit
-def _add_up(
-    dq_out, sums_ptr, turns_ptr, t, own, H, N, dq_scale,
-    D: gl.constexpr, MEMBERS: gl.constexpr, CAUSAL: gl.constexpr,
-):  # fmt: skip
+def _add_up(work, D: gl.constexpr, MEMBERS: gl.constexpr, CAUSAL: gl.constexpr):
     """This program's part of dq, tile by tile, added to those of the programs before it."""
+    dq_out, sums_ptr, turns_ptr, t, own, H, N, dq_scale = work
     BLOCK_M: gl.constexpr = t.q.tiles.shape[1]
     BLOCK_D: gl.constexpr = t.k.shape[2]
     BLOCK_N: gl.constexpr = 2 * t.k.shape[1]
@@ -956,8 +952,7 @@ def _flash_attention_bwd_hopper_kernel(
         alone = (packed.high == packed.low + 1) & (stop <= end)  # else all is masked
         masked = gl.where(alone, gl.cdiv(gl.maximum(seeing_all - first, 0), BLOCK_M), count)
     else:
-        first = 0
-        full = 0
+        first, full = 0, 0
         if CAUSAL:
             first = gl.minimum(gl.maximum(start_n - diagonal, 0), N) // BLOCK_M * BLOCK_M
             full = gl.cdiv(gl.maximum(start_n + BLOCK_N - 1 - diagonal, 0), BLOCK_M) * BLOCK_M
@@ -966,17 +961,16 @@ def _flash_attention_bwd_hopper_kernel(
     masked = gl.minimum(masked, count)
     own = Keys(b, part, part * MEMBERS, start_n, first, masked, count, diagonal, S, packed)
 
-    dtype: gl.constexpr = q.dtype
     VECTOR: gl.constexpr = gl.NVMMASharedLayout(0, 32, rank=1)
-    k_tiles, v_tiles = _tiles(dtype, WARPGROUPS, ROWS, BLOCK_D), _tiles(dtype, WARPGROUPS, ROWS, BLOCK_D)
+    k_tiles, v_tiles = _tiles(q.dtype, WARPGROUPS, ROWS, BLOCK_D), _tiles(q.dtype, WARPGROUPS, ROWS, BLOCK_D)
     kv_full = _barriers(WARPGROUPS, 1)
-    q_ring = _ring(dtype, STAGES, BLOCK_M, BLOCK_D, 0, 2)
-    do_ring = _ring(dtype, STAGES, BLOCK_M, BLOCK_D, 0, 2)
+    q_ring = _ring(q.dtype, STAGES, BLOCK_M, BLOCK_D, 0, 2)
+    do_ring = _ring(q.dtype, STAGES, BLOCK_M, BLOCK_D, 0, 2)
     lse_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], VECTOR)
     delta_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], VECTOR)
     ds_ring, k_free = q_ring, kv_full  # without dq nobody looks at them
     if DQ:
-        ds_tiles = _tiles(dtype, DS_STAGES * 2, ROWS, BLOCK_M)
+        ds_tiles = _tiles(q.dtype, DS_STAGES * 2, ROWS, BLOCK_M)
         ds_ring = Ring(ds_tiles, None, _barriers(DS_STAGES, 2), _barriers(DS_STAGES, 1))
         k_free = _barriers(1, 1)
     if BLOCK_D > 128:
@@ -1012,7 +1006,7 @@ def _flash_attention_bwd_hopper_kernel(
             [
                 (_bwd_consume, (consumer, MEMBERS, DQ, CAUSAL, RAGGED, 0)),
                 (_bwd_consume, (consumer, MEMBERS, DQ, CAUSAL, RAGGED, 1)),
-                (_add_up, (dq, sums_ptr, turns_ptr, t, own, H, N, dk_scale, D, MEMBERS, CAUSAL)),
+                (_add_up, ((dq, sums_ptr, turns_ptr, t, own, H, N, dk_scale), D, MEMBERS, CAUSAL)),
                 (_bwd_produce, (producer, MEMBERS, PARTS)),
             ],
             [4, 4, 1],
@@ -1069,11 +1063,12 @@ def _dq_consume(work, CAUSAL: gl.constexpr, W: gl.constexpr):
     ROWS: gl.constexpr = q_tiles.shape[1]
     BLOCK_D: gl.constexpr = q_tiles.shape[2]
     BLOCK_N: gl.constexpr = k_ring.tiles.shape[1]
-    rows = start_m + W * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, _products(BLOCK_N)))
-    keys = _with_sequences(rows, span.packed)
-    lse, delta = gl.load(lse_ptr + rows), gl.load(delta_ptr + rows)
+    queries = start_m + W * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, _products(BLOCK_N)))
+    rows = _with_sequences(queries, span.packed)
+    lse = gl.load(lse_ptr + queries)
+    delta = gl.load(delta_ptr + queries)
     q, do = q_tiles.index(W), do_tiles.index(W)
-    own = q, do, lse, delta, keys
+    own = q, do, lse, delta, rows
     dq = _zeros(ROWS, BLOCK_D)
     mbarrier.wait(q_full.index(W), 0)
     for i in range(span.masked):
@@ -1103,10 +1098,9 @@ def _flash_attention_bwd_dq_hopper_kernel(
     lse_ptr += head.to(gl.int64) * n_padded
     delta_ptr += head.to(gl.int64) * n_padded
 
-    dtype: gl.constexpr = q.dtype
-    q_tiles, do_tiles, q_full = _tiles(dtype, 2, ROWS, BLOCK_D), _tiles(dtype, 2, ROWS, BLOCK_D), _barriers(2, 1)
-    k_ring = _ring(dtype, STAGES, BLOCK_N, BLOCK_D, 0, 2)
-    v_ring = _ring(dtype, STAGES, BLOCK_N, BLOCK_D, 0, 2)
+    q_tiles, do_tiles, q_full = _tiles(q.dtype, 2, ROWS, BLOCK_D), _tiles(q.dtype, 2, ROWS, BLOCK_D), _barriers(2, 1)
+    k_ring = _ring(q.dtype, STAGES, BLOCK_N, BLOCK_D, 0, 2)
+    v_ring = _ring(q.dtype, STAGES, BLOCK_N, BLOCK_D, 0, 2)
     fence_async_shared()
     shared = q_tiles, do_tiles, q_full, k_ring, v_ring, b, h, start_m, span
     consumer = dq, lse_ptr, delta_ptr, shared, N, S, scale, dq_scale
@@ -1133,14 +1127,10 @@ Choices = tuple[tuple[int, dict[str, Any] | None], ...]
 TILES: dict[tuple[int, bool], Choices] = {
     (64, False): ((1024, TWO), (2048, THREE)),
     (64, True): ((1024, TWO), (8193, THREE)),
-    (80, False): ((0, TWO | {"BLOCK_D": 64, "REST": 16}),),
-    (80, True): ((0, TWO | {"BLOCK_D": 64, "REST": 16}),),
-    (96, False): ((0, TWO | {"BLOCK_D": 64, "REST": 32}),),
-    (96, True): ((0, TWO | {"BLOCK_D": 64, "REST": 32}),),
-    (128, False): ((0, TWO),),
-    (128, True): ((0, TWO),),
-    (256, False): ((0, TWO | {"BLOCK_N": 64}),),
-    (256, True): ((0, TWO | {"BLOCK_N": 64}),),
+    **dict.fromkeys(((80, False), (80, True)), ((0, TWO | {"BLOCK_D": 64, "REST": 16}),)),
+    **dict.fromkeys(((96, False), (96, True)), ((0, TWO | {"BLOCK_D": 64, "REST": 32}),)),
+    **dict.fromkeys(((128, False), (128, True)), ((0, TWO),)),
+    **dict.fromkeys(((256, False), (256, True)), ((0, TWO | {"BLOCK_N": 64}),)),
 }
 # By kernel and BLOCK_D: of the kernel for dk and dv; of the same with dq, where it is faster than two; of that for dq.
 BACKWARD_TILES: dict[tuple[str, int], Choices] = {
