@@ -20,8 +20,8 @@ Packed sequences: a tile of queries or keys may hold rows of several. Then all o
 edges, see ``Span``. Tiles of the other side begin where the first of these sequences begins, or end where the last one ends, so
 that nothing behind the last sequence is read. Such tiles begin with any row: see ``COPIES`` for lse and delta.
 
-Not handled here: dtypes of other than 16 bits, tensors that descriptors cannot read, and what ``config`` leaves to the
-plain kernels.
+Not handled here: windows, lengths and soft caps, dtypes of other than 16 bits, tensors that descriptors cannot read, and
+what ``config`` leaves to the plain kernels.
 """
 
 from typing import Any, NamedTuple
