@@ -17,10 +17,6 @@ def _draw(*shape: int) -> torch.Tensor:
     return torch.randn(shape, device=runtime.DEVICE)
 
 
-def _ids(*values: int) -> torch.Tensor:
-    return torch.tensor(values, device=runtime.DEVICE)
-
-
 def _attended(x: torch.Tensor) -> torch.Tensor:
     q = x.reshape(1, 2, -1, 16)
     return kernelbook.flash_attention(q, q, q)

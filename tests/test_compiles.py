@@ -124,8 +124,6 @@ NOT_MEASURED = {
 }  # fmt: skip
 
 
-# What follows kernels of Hopper's alone.
-AFTER_HOPPER = {"_flash_attention_sinks_kernel"}
 # Kernels that no rule takes on a GPU without tensor cores for tl.dot: cuBLAS has them, and multiplies there.
 BY_CUBLAS = {
     "_gather_matmul_fwd_tiles_kernel",
@@ -145,8 +143,7 @@ def _kernels(room: str, target: str) -> set[str]:
         paths += (SRC / "packed").glob("kernels_*.py")
     if room == "nn":
         paths.append(SRC / "linear" / "kernels.py")
-    left_out = set() if target == "sm_90" else AFTER_HOPPER
-    return _kernels_in(paths) - left_out - (set() if runtime.TARGETS[target].has_tensor_cores else BY_CUBLAS)
+    return _kernels_in(paths) - (set() if runtime.TARGETS[target].has_tensor_cores else BY_CUBLAS)
 
 
 def _kernels_in(paths: Iterable[Path]) -> set[str]:

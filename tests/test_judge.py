@@ -262,9 +262,6 @@ def test_a_file_that_ends_its_process_is_told_so(tmp_path: Path) -> None:
     assert "its process ended" in judge(tmp_path / "double.py", DOUBLE, gpu=False).sentence
 
 
-# --- the cases -----------------------------------------------------------------------------------------------------------
-
-
 # --- the command ---------------------------------------------------------------------------------------------------------
 
 

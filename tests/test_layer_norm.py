@@ -114,7 +114,6 @@ def test_a_module_takes_the_state_of_pytorchs_and_says_what_is_wrong() -> None:
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "x is a scalar": ({"x": randn}, "x must have at least one dimension, got a scalar"),
     "weight of another length": ({"weight": lambda: randn(7)}, r"weight must have shape \(8,\), got \(7,\)"),
     "bias of another length": ({"bias": lambda: randn(2, 8)}, r"bias must have shape \(8,\), got \(2, 8\)"),
     "negative eps": ({"eps": -1.0}, "eps must be a number that is not negative, got -1.0"),

@@ -55,12 +55,6 @@ def test_bandwidth_figure_draws_the_ceiling_of_the_same_run_only() -> None:
     assert note.startswith("NVIDIA H200 · torch") and "yours: NVIDIA H200" in note
 
 
-def test_figures_take_rows_that_were_just_measured() -> None:
-    text = rows().astype(str)  # run_cases gives text
-    figure = plots.bandwidth_figure(None, own=text)
-    assert list(figure.axes[0].lines[0].get_ydata()) == [1000.0, 1000.0]
-
-
 def test_speedups_are_taken_within_a_run() -> None:
     table = pd.concat(
         [rows("r1"), rows("r1", "torch", 3.0), rows("r2", "kernelbook:locks", 1.0), rows("r2", "torch", 0.5)]

@@ -111,7 +111,6 @@ def test_a_module_says_what_is_wrong() -> None:
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "x is a scalar": ({"x": randn}, "x must have at least one dimension, got a scalar"),
     "weight of another length": ({"weight": lambda: randn(7)}, r"weight must have shape \(8,\), got \(7,\)"),
     "residual of another shape": ({"residual": lambda: randn(8)}, r"residual must have shape \(2, 8\), got \(8,\)"),
     "negative eps": ({"eps": -1.0}, "eps must be a number that is not negative, got -1.0"),

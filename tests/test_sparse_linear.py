@@ -197,7 +197,6 @@ def test_a_module_trains_its_active_chunks() -> None:
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "x is a scalar": ({"x": randn}, "x must have at least one dimension, got a scalar"),
     "weight of another width": ({"weight": lambda: randn(70, 9)}, r"weight must have shape \(70, 8\), got \(70, 9\)"),
     "weight of another dtype": (
         {"weight": lambda: randn(70, 8).half()},

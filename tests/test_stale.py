@@ -9,8 +9,6 @@ import pytest
 
 from kernelbook.lab import record, stale
 
-STEMS = {path.stem for path in record.results_dir().glob("*/*.*")} - {"ceilings"}
-
 
 def _text(source: str) -> str:
     return stale.tree_text(ast.parse(source))

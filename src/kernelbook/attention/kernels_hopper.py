@@ -16,8 +16,8 @@ The sides of a tile are powers of two, in shared memory too (Triton's layouts kn
 65 to 96 numbers as 64 and 16 or 32 more (``REST``), with two products for one; the backward pass as heads of 128. Descriptors
 pad with zeros, which are not read from memory.
 
-Not handled here: dtypes of other than 16 bits, tensors that descriptors cannot read, and what ``config`` leaves to the
-plain kernels.
+Not handled here: windows, lengths and soft caps, dtypes of other than 16 bits, tensors that descriptors cannot read, and
+what ``config`` leaves to the plain kernels.
 """
 
 from typing import Any, NamedTuple
