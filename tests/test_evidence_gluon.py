@@ -367,3 +367,14 @@ def test_packed_attention(problem: tuple[Any, ...], causal: bool, monkeypatch: p
         inputs["q"] *= 10
     check_attention({"causal": causal, "cu_seqlens": torch.tensor(rows)}, inputs, ("q", "k", "v"))
     assert {*launched} == {"fwd", "dkdv", "dq"}
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid|divide)")
+@pytest.mark.parametrize("rows", ((20, 60), (-9, 50, 30, 99, 200), (45, 0)), ids=str)
+def test_packed_attention_ends(rows: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Boundaries that a GPU does not check: nobody waits for a tile that nobody copies."""
+    monkeypatch.setattr(arguments, "check_index_values", lambda *_, **__: None)
+    _small_tiles(32, (16, 16, 2, 2, True), False, monkeypatch)
+    q, k, v = (randn(1, 1, 90, 32, dtype=F16).requires_grad_() for _ in range(3))
+    out = kb.flash_attention(q, k, v, causal=True, cu_seqlens=torch.tensor(rows))
+    assert [grad.shape for grad in torch.autograd.grad(out, (q, k, v), out)] == [q.shape] * 3

@@ -153,7 +153,7 @@ def _keys_of(start_m, N, S, packed, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr,
         last, seen_by_all = end, end
         if CAUSAL:
             last, seen_by_all = gl.minimum(stop, end), start_m + 1
-        alone = (packed.high == packed.low + 1) & (stop <= end)  # else all is masked
+        alone = (packed.high == packed.low + 1) & (begin <= start_m) & (stop <= end)  # else all is masked
         full = gl.where(alone, (seen_by_all - begin) // BLOCK_N, 0)
         top = gl.where(last > begin, last - BLOCK_N, N)
     else:

@@ -197,7 +197,7 @@ def _forward_tiles(p: Problem) -> Tiles:
     if config is None:
         return launches.plain_tiles("fwd", kernels._flash_attention_fwd_kernel, p, p.n, p.h, p.s, SINKS=p.sinks)
     hopper, rows = launches.kernels_hopper, config.kwargs["ROWS"] * config.kwargs["WARPGROUPS"]
-    mean = p.n // p.boundaries if p.packed else 0
+    mean = max(1, p.n // p.boundaries) if p.packed else 0
     grid, order = hopper.forward_grid(cdiv(p.n, rows), p.b * p.h, p.d, p.causal, mean, p.properties.num_sms)
     sizes = launches.section(p, p.s, p.h), order
     return launches.hopper_tiles(hopper._flash_attention_fwd_hopper_kernel, config, p, grid, sizes)
