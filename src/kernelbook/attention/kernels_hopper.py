@@ -137,11 +137,12 @@ class Span(NamedTuple):
 
 @gluon.jit
 def _within(packed, start, stop):
-    """-> the sequences that have rows from start to stop; where they begin and end."""
+    """-> the sequences that have rows from start to stop; where they begin and end; whether one of them has all these rows."""
     low, high = _packed_in(packed.ptr, packed.stride, packed.high, start, stop)
     begin = _boundary(packed.ptr, packed.stride, low, 0, packed.N)
     end = _boundary(packed.ptr, packed.stride, high, begin, packed.N)
-    return Packed(packed.ptr, packed.stride, packed.N, low, high), begin, end
+    alone = (high == low + 1) & (begin <= start) & (stop <= end)
+    return Packed(packed.ptr, packed.stride, packed.N, low, high), begin, end, alone
 
 
 @gluon.jit
@@ -149,12 +150,11 @@ def _keys_of(start_m, N, S, packed, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr,
     begin, top = 0, 0
     if packed.ptr is not None:
         stop = gl.minimum(start_m + BLOCK_M, N)
-        packed, begin, end = _within(packed, start_m, stop)
+        packed, begin, end, alone = _within(packed, start_m, stop)
         last, seen_by_all = end, end
         if CAUSAL:
             last, seen_by_all = gl.minimum(stop, end), start_m + 1
-        alone = (packed.high == packed.low + 1) & (begin <= start_m) & (stop <= end)  # else all is masked
-        full = gl.where(alone, (seen_by_all - begin) // BLOCK_N, 0)
+        full = gl.where(alone, (seen_by_all - begin) // BLOCK_N, 0)  # else all is masked
         top = gl.where(last > begin, last - BLOCK_N, N)
     else:
         last = S
@@ -943,13 +943,12 @@ def _flash_attention_bwd_hopper_kernel(
     packed = Packed(boundaries_ptr, stride_s, S, 0, sequences)
     if boundaries_ptr is not None:  # tiles of queries end where the last sequence ends that has keys here
         stop = gl.minimum(start_n + BLOCK_N, S)
-        packed, begin, end = _within(packed, start_n, stop)
+        packed, begin, end, alone = _within(packed, start_n, stop)
         lowest, seeing_all = begin, begin
         if CAUSAL:
             lowest, seeing_all = start_n, stop - 1
         count = gl.cdiv(gl.maximum(end - lowest, 0), BLOCK_M)
         first = end - count * BLOCK_M
-        alone = (packed.high == packed.low + 1) & (stop <= end)  # else all is masked
         masked = gl.where(alone, gl.cdiv(gl.maximum(seeing_all - first, 0), BLOCK_M), count)
     else:
         first, full = 0, 0
