@@ -78,10 +78,11 @@ def _ring(
     dtype: gl.constexpr, NUMBER: gl.constexpr, HEIGHT: gl.constexpr, WIDTH: gl.constexpr, REST: gl.constexpr,
     ARRIVALS: gl.constexpr,
 ):  # fmt: skip
-    rest = None
+    tiles = _tiles(dtype, NUMBER, HEIGHT, WIDTH)
+    rest = tiles  # without REST nobody looks at it
     if REST:
         rest = _tiles(dtype, NUMBER, HEIGHT, REST)
-    return Ring(_tiles(dtype, NUMBER, HEIGHT, WIDTH), rest, _barriers(NUMBER, 1), _barriers(NUMBER, ARRIVALS))
+    return Ring(tiles, rest, _barriers(NUMBER, 1), _barriers(NUMBER, ARRIVALS))
 
 
 @gluon.jit
@@ -132,25 +133,26 @@ class Span(NamedTuple):
     top: Any
     count: Any
     masked: Any  # of these, from the last one on
-    packed: Any  # the sequences that have rows in the block
+    low: Any  # the packed sequences from low to high have rows in the block
+    high: Any
 
 
 @gluon.jit
 def _within(packed, start, stop):
-    """-> the sequences that have rows from start to stop; where they begin and end; whether one of them has all these rows."""
+    """-> the sequences from low to high have rows from start to stop; where they begin and end; whether one has all of these."""
     low, high = _packed_in(packed.ptr, packed.stride, packed.high, start, stop)
     begin = _boundary(packed.ptr, packed.stride, low, 0, packed.N)
     end = _boundary(packed.ptr, packed.stride, high, begin, packed.N)
     alone = (high == low + 1) & (begin <= start) & (stop <= end)
-    return Packed(packed.ptr, packed.stride, packed.N, low, high), begin, end, alone
+    return low, high, begin, end, alone
 
 
 @gluon.jit
 def _keys_of(start_m, N, S, packed, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    begin, top = 0, 0
+    begin, top, low, high = 0, 0, 0, 0
     if packed.ptr is not None:
         stop = gl.minimum(start_m + BLOCK_M, N)
-        packed, begin, end, alone = _within(packed, start_m, stop)
+        low, high, begin, end, alone = _within(packed, start_m, stop)
         last, seen_by_all = end, end
         if CAUSAL:
             last, seen_by_all = gl.minimum(stop, end), start_m + 1
@@ -163,14 +165,14 @@ def _keys_of(start_m, N, S, packed, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr,
             last = gl.maximum(gl.minimum(start_m + BLOCK_M + S - N, S), 0)
             full = gl.maximum(gl.minimum(start_m + 1 + S - N, S), 0) // BLOCK_N
     count = gl.cdiv(last - begin, BLOCK_N)
-    return Span(begin, top, count, count - full, packed)
+    return Span(begin, top, count, count - full, low, high)
 
 
 @gluon.jit
-def _start_of(i, span, BLOCK_N: gl.constexpr):
+def _start_of(i, span, packed, BLOCK_N: gl.constexpr):
     """The first key of the i-th tile."""
     start = (span.count - 1 - i) * BLOCK_N
-    if span.packed.ptr is not None:
+    if packed.ptr is not None:
         start = gl.where(i == 0, span.top, span.begin + start)
     return start
 
@@ -189,20 +191,20 @@ def _with_sequences(rows, packed):
 
 
 @gluon.jit
-def _seen(i, scores, rows, span, diagonal, S, CAUSAL: gl.constexpr):
+def _seen(i, scores, rows, span, packed, diagonal, S, CAUSAL: gl.constexpr):
     """Which keys of the i-th tile each query sees. ``rows``: see ``_with_sequences``."""
     BLOCK_N: gl.constexpr = scores.shape[1]
     queries, begins, ends = rows
-    keys = _start_of(i, span, BLOCK_N) + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, scores.type.layout))
+    keys = _start_of(i, span, packed, BLOCK_N) + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, scores.type.layout))
     last = queries
-    if span.packed.ptr is not None:  # what the last tile has of the one before it is seen there
+    if packed.ptr is not None:  # what the last tile has of the one before it is seen there
         first = gl.maximum(begins, span.begin + (span.count - 1 - i) * BLOCK_N)
         seen = gl.expand_dims(keys, 0) >= gl.expand_dims(first, 1)
         if not CAUSAL:
             last = ends - 1
     else:
         seen = gl.expand_dims(keys < S, 0)
-    if CAUSAL or span.packed.ptr is not None:
+    if CAUSAL or packed.ptr is not None:
         seen = seen & (gl.expand_dims(keys, 0) <= gl.expand_dims(last, 1) + diagonal)
     else:
         seen = seen & (gl.expand_dims(last, 1) >= 0)
@@ -281,7 +283,7 @@ def _block(round, p, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.co
     start_m = block * BLOCK_M
     span = _keys_of(start_m, p.N, p.S, p.packed, CAUSAL, BLOCK_M, BLOCK_N)
     count, masked = gl.maximum(span.count, 1), gl.maximum(span.masked, 1)
-    return head, start_m, Span(span.begin, span.top, count, masked, span.packed)
+    return head, start_m, Span(span.begin, span.top, count, masked, span.low, span.high)
 
 
 @gluon.jit
@@ -308,7 +310,7 @@ def _produce(work, GROUP: gl.constexpr, CAUSAL: gl.constexpr, REST: gl.constexpr
         head, start_m, span = _block(round, p, CAUSAL, WARPGROUPS * ROWS, BLOCK_N)
         b, h = head // p.H, head % p.H
         for i in range(span.count):
-            start = _start_of(i, span, BLOCK_N)
+            start = _start_of(i, span, p.packed, BLOCK_N)
             at = (b, h // GROUP, start)
             slot = _claim(k_ring, before + i, BLOCK_N * D * 2)
             _copy_features(k, at, k_ring, slot)
@@ -334,7 +336,7 @@ def _softmax(i, scores, m, rows, span, p, MASKED: gl.constexpr, CAUSAL: gl.const
     The sum of a row is in the parts that a thread has of it: (rows, 8). Threads add them up once, at the end.
     """
     if MASKED:
-        seen = _seen(i, scores, rows, span, p.S - p.N, p.S, CAUSAL)
+        seen = _seen(i, scores, rows, span, p.packed, p.S - p.N, p.S, CAUSAL)
         scores = gl.where(seen, scores, float("-inf"))
     m_new = gl.maximum(m, gl.max(scores, axis=1) * p.scale)
     shift = m_new
@@ -426,7 +428,7 @@ def _consume(work, OVERLAP: gl.constexpr, CAUSAL: gl.constexpr, REST: gl.constex
     for round in range(p.rounds):
         head, start_m, span = _block(round, p, CAUSAL, WARPGROUPS * ROWS, BLOCK_N)
         queries = start_m + W * ROWS + gl.arange(0, ROWS, layout=ROW)
-        rows = _with_sequences(queries, span.packed)
+        rows = _with_sequences(queries, Packed(p.packed.ptr, p.packed.stride, p.N, span.low, span.high))
         m = gl.full([ROWS], float("-inf"), gl.float32, layout=ROW)
         acc = _zeros(ROWS, BLOCK_D)
         more = 0.0
@@ -943,7 +945,8 @@ def _flash_attention_bwd_hopper_kernel(
     packed = Packed(boundaries_ptr, stride_s, S, 0, sequences)
     if boundaries_ptr is not None:  # tiles of queries end where the last sequence ends that has keys here
         stop = gl.minimum(start_n + BLOCK_N, S)
-        packed, begin, end, alone = _within(packed, start_n, stop)
+        low, high, begin, end, alone = _within(packed, start_n, stop)
+        packed = Packed(boundaries_ptr, stride_s, S, low, high)
         lowest, seeing_all = begin, begin
         if CAUSAL:
             lowest, seeing_all = start_n, stop - 1
@@ -1019,7 +1022,7 @@ def _flash_attention_bwd_hopper_kernel(
 @gluon.jit
 def _dq_produce(work, GROUP: gl.constexpr):
     q, k, v, do, shared = work
-    q_tiles, do_tiles, q_full, k_ring, v_ring, b, h, start_m, span = shared
+    q_tiles, do_tiles, q_full, k_ring, v_ring, b, h, start_m, span, packed = shared
     ROWS: gl.constexpr = q_tiles.shape[1]
     BLOCK_D: gl.constexpr = q_tiles.shape[2]
     BLOCK_N: gl.constexpr = k_ring.tiles.shape[1]
@@ -1028,13 +1031,13 @@ def _dq_produce(work, GROUP: gl.constexpr):
         tma.async_copy_global_to_shared(q, (b, h, start_m + w * ROWS, 0), q_full.index(w), q_tiles.index(w))
         tma.async_copy_global_to_shared(do, (b, h, start_m + w * ROWS, 0), q_full.index(w), do_tiles.index(w))
     for i in range(span.count):
-        at = (b, h // GROUP, _start_of(i, span, BLOCK_N), 0)
+        at = (b, h // GROUP, _start_of(i, span, packed, BLOCK_N), 0)
         _copy(k, at, k_ring, _claim(k_ring, i, BLOCK_N * BLOCK_D * 2))
         _copy(v, at, v_ring, _claim(v_ring, i, BLOCK_N * BLOCK_D * 2))
 
 
 @gluon.jit
-def _dq_step(i, dq, own, k_ring, v_ring, span, diagonal, S, scale, MASKED: gl.constexpr, CAUSAL: gl.constexpr):
+def _dq_step(i, dq, own, k_ring, v_ring, span, packed, diagonal, S, scale, MASKED: gl.constexpr, CAUSAL: gl.constexpr):
     q, do, lse, delta, rows = own
     slot = _await(k_ring, i)
     k = k_ring.tiles.index(slot)
@@ -1044,7 +1047,7 @@ def _dq_step(i, dq, own, k_ring, v_ring, span, diagonal, S, scale, MASKED: gl.co
     scores = warpgroup_mma_wait(1, deps=[scores])
     p = gl.exp2(scores * scale - gl.expand_dims(lse, 1))
     if MASKED:
-        p = gl.where(_seen(i, scores, rows, span, diagonal, S, CAUSAL), p, 0.0)
+        p = gl.where(_seen(i, scores, rows, span, packed, diagonal, S, CAUSAL), p, 0.0)
     dp = warpgroup_mma_wait(0, deps=[dp])
     mbarrier.arrive(v_ring.free.index(slot))
     ds = p * (dp - gl.expand_dims(delta, 1))
@@ -1058,12 +1061,12 @@ def _dq_step(i, dq, own, k_ring, v_ring, span, diagonal, S, scale, MASKED: gl.co
 @gluon.jit
 def _dq_consume(work, CAUSAL: gl.constexpr, W: gl.constexpr):
     dq_out, lse_ptr, delta_ptr, shared, N, S, scale, dq_scale = work
-    q_tiles, do_tiles, q_full, k_ring, v_ring, b, h, start_m, span = shared
+    q_tiles, do_tiles, q_full, k_ring, v_ring, b, h, start_m, span, packed = shared
     ROWS: gl.constexpr = q_tiles.shape[1]
     BLOCK_D: gl.constexpr = q_tiles.shape[2]
     BLOCK_N: gl.constexpr = k_ring.tiles.shape[1]
     queries = start_m + W * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, _products(BLOCK_N)))
-    rows = _with_sequences(queries, span.packed)
+    rows = _with_sequences(queries, packed)
     lse = gl.load(lse_ptr + queries)
     delta = gl.load(delta_ptr + queries)
     q, do = q_tiles.index(W), do_tiles.index(W)
@@ -1071,9 +1074,9 @@ def _dq_consume(work, CAUSAL: gl.constexpr, W: gl.constexpr):
     dq = _zeros(ROWS, BLOCK_D)
     mbarrier.wait(q_full.index(W), 0)
     for i in range(span.masked):
-        dq = _dq_step(i, dq, own, k_ring, v_ring, span, S - N, S, scale, True, CAUSAL)
+        dq = _dq_step(i, dq, own, k_ring, v_ring, span, packed, S - N, S, scale, True, CAUSAL)
     for i in range(span.masked, span.count):
-        dq = _dq_step(i, dq, own, k_ring, v_ring, span, S - N, S, scale, False, CAUSAL)
+        dq = _dq_step(i, dq, own, k_ring, v_ring, span, packed, S - N, S, scale, False, CAUSAL)
     _store(dq_out, (b, h, start_m + W * ROWS, 0), dq * dq_scale, q)
     tma.store_wait(0)
 
@@ -1094,6 +1097,7 @@ def _flash_attention_bwd_dq_hopper_kernel(
     b, h, start_m = head // H, head % H, block * (2 * ROWS)
     packed = Packed(boundaries_ptr, stride_s, N, 0, sequences)
     span = _keys_of(start_m, N, S, packed, CAUSAL, 2 * ROWS, BLOCK_N)
+    packed = Packed(boundaries_ptr, stride_s, N, span.low, span.high)
     lse_ptr += head.to(gl.int64) * n_padded
     delta_ptr += head.to(gl.int64) * n_padded
 
@@ -1101,7 +1105,7 @@ def _flash_attention_bwd_dq_hopper_kernel(
     k_ring = _ring(q.dtype, STAGES, BLOCK_N, BLOCK_D, 0, 2)
     v_ring = _ring(q.dtype, STAGES, BLOCK_N, BLOCK_D, 0, 2)
     fence_async_shared()
-    shared = q_tiles, do_tiles, q_full, k_ring, v_ring, b, h, start_m, span
+    shared = q_tiles, do_tiles, q_full, k_ring, v_ring, b, h, start_m, span, packed
     consumer = dq, lse_ptr, delta_ptr, shared, N, S, scale, dq_scale
     producer = q, k, v, do, shared
     gl.warp_specialize(
