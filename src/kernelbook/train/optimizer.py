@@ -16,7 +16,7 @@ from kernelbook.train import kernels
 INACTIVE = ("skip", "decay")
 
 
-def _check_whole_chunks(rows: torch.Tensor, chunk: int) -> None:
+def _check_whole_chunks(rows: torch.Tensor, chunk: int, coalesced: bool) -> None:
     """Raise unless ``rows`` are whole chunks, as they are not where the layer's chunks have another size, and each once."""
     by_chunk = rows.view(-1, chunk)
     expected = by_chunk[:, :1] // chunk * chunk + torch.arange(chunk, device=rows.device)
@@ -25,7 +25,7 @@ def _check_whole_chunks(rows: torch.Tensor, chunk: int) -> None:
             f"ChunkAdamW: a sparse gradient must have whole chunks of chunk_size ({chunk}) rows that start at its "
             f"multiples, got other rows; is it the layer's chunk_size?"
         )
-    if by_chunk[:, 0].unique().numel() != by_chunk.shape[0]:
+    if not coalesced and by_chunk[:, 0].unique().numel() != by_chunk.shape[0]:
         raise ValueError("ChunkAdamW: a sparse gradient must have each row once with unique_rows=True, got some twice")
 
 
@@ -166,7 +166,7 @@ class ChunkAdamW(torch.optim.Optimizer):
                 )
             # Coalescing has waited for the device already; without it only where the check costs no wait.
             if not group["unique_rows"] or not grad.is_cuda or runtime.debug_enabled():
-                _check_whole_chunks(indices, chunk)
+                _check_whole_chunks(indices, chunk, coalesced=not group["unique_rows"])
             active = values.shape[0] // chunk
         else:
             # A tensor that PyTorch has yet to negate may be contiguous.
