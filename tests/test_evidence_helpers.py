@@ -123,21 +123,27 @@ def test_all_keys_are_visible_without_an_order() -> None:
     assert found.tolist() == [[0, 0, 28, 29]] * 2
 
 
-@pytest.mark.parametrize(("n", "n_padded"), ((20, 32), (32, 64), (7, 9)))
-def test_logarithms_are_padded_for_descriptors(n: int, n_padded: int) -> None:
-    """As Hopper's kernels want them: infinite beyond the last query, where delta is zero; nothing beyond the padding."""
+@pytest.mark.parametrize(("n", "n_padded", "copies"), ((20, 32, 1), (32, 64, 4), (7, 9, 1)))
+def test_logarithms_are_padded_for_descriptors(n: int, n_padded: int, copies: int) -> None:
+    """As Hopper's kernels want them: infinite beyond the last query, where delta is zero; nothing beyond the padding.
+
+    Of copies each has its numbers one element further on.
+    """
     o, do = torch.randn(2, 2, 3, n, 24, device=runtime.DEVICE)
     lse = torch.randn(2, 3, n, device=o.device)
-    delta, padded = (torch.full((2 * 3 * n_padded + 64,), 7.0, device=o.device) for _ in range(2))
+    rows = 6 * n_padded
+    delta, padded = (torch.full((copies * (rows + 1) + 64,), 7.0, device=o.device) for _ in range(2))
     blocks = -(-n_padded // 16)
     _flash_attention_bwd_delta_kernel[(blocks * 6,)](
         Rows(o, *o.stride()), Rows(do, *do.stride()), lse, delta, padded, 3, n, n_padded,
-        D=24, ACC=tl.float32, PADDED=True, BLOCK_M=16, BLOCK_D=32,
+        D=24, ACC=tl.float32, PADDED=True, COPIES=copies, BLOCK_M=16, BLOCK_D=32,
     )  # fmt: skip
     beyond = n_padded - n
     for found, expected, rest in ((padded, lse, float("inf")), (delta, (o * do).sum(-1), 0.0)):
         expected = torch.nn.functional.pad(expected, (0, beyond), value=rest)
-        torch.testing.assert_close(found[:-64].view(2, 3, n_padded), expected)
+        for copy in found[:-64].view(copies, rows + 1):
+            torch.testing.assert_close(copy[:rows].view(2, 3, n_padded), expected)
+            assert copy[rows] == 7
         assert (found[-64:] == 7).all()
 
 
