@@ -11,7 +11,6 @@ right choice, and is computed; ``asked`` is the index of the run that the questi
 """
 
 import argparse
-import ast
 import contextlib
 import dataclasses
 import json
@@ -48,19 +47,10 @@ Recording = dict[str, Any]
 
 
 def from_notebook(stem: str, *names: str) -> ModuleType:
-    """A module with these functions and constants of a notebook, in its order; of several with one name, the first."""
-    cells = json.loads((ROOT / "notebooks" / f"{stem}.ipynb").read_text(encoding="utf-8"))["cells"]
-    found: dict[str, str] = {}
-    for source in ("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"):
-        wanted = any(name in source for name in names)  # other cells need not be Python alone
-        for node in ast.parse(source).body if wanted else []:
-            name = ast.unparse(node.targets[0]) if isinstance(node, ast.Assign) else getattr(node, "name", "")
-            if name in names:
-                found.setdefault(name, ast.unparse(node))
-    if missing := set(names) - set(found):
-        raise ValueError(f"from_notebook: {stem}.ipynb has no {', '.join(sorted(missing))}")
-    head = "import torch\nimport triton\nimport triton.language as tl"
-    return instrument_gluon.module_of("\n\n\n".join([head, *found.values()]) + "\n", f"{stem}_kernels")
+    """A module with these functions and constants of a notebook; of several with one name, the first."""
+    found = {name: text for name, text in reversed(instrument_gluon.definitions(stem)) if name in names}
+    parts = ["import torch\nimport triton\nimport triton.language as tl", *(found[name] for name in names)]
+    return instrument_gluon.module_of("\n\n\n".join(parts) + "\n", f"{stem}_kernels")
 
 
 @dataclasses.dataclass
