@@ -43,11 +43,6 @@ INLINE_CODE = re.compile(r"(<code\b[^>]*>)(.*?)(?=</code>)", re.DOTALL)
 CELL, LABEL_WIDTH = 26, 92  # of a still picture, in its units
 
 
-def _source(node: nodes.literal_block) -> bool:
-    parent = node.parent
-    return isinstance(parent, nodes.container) and parent.get("nb_element") == "cell_code_source"
-
-
 def _code(source: str) -> list[str]:
     """The lines without indentation, remarks and the names of kernels: a line that moved into a loop is no other line."""
     source = re.sub(r"\b_\w+_kernel\b", "_kernel", source)
@@ -102,7 +97,7 @@ def highlighted(source: str, earlier: list[str]) -> list[int]:
     return sorted(found)
 
 
-def mark_changes(doctree: nodes.document) -> None:
+def mark_changes(app: Any, doctree: nodes.document, docname: str) -> None:
     """Highlights, in functions that mark lines as new, what the most similar function before does not have.
 
     Lines that hand a number to the text of the page, and remarks to tools that format and check, are no part of the lesson:
@@ -114,9 +109,8 @@ def mark_changes(doctree: nodes.document) -> None:
         if text != block.astext() and text:
             block.rawsource = text
             block.children[:] = [nodes.Text(text)]
-        if not _source(block):
-            continue
-        if "@triton.jit" not in text and "@gluon.jit" not in text:
+        cell = isinstance(block.parent, nodes.container) and block.parent.get("nb_element") == "cell_code_source"
+        if not cell or ("@triton.jit" not in text and "@gluon.jit" not in text):
             continue
         lines = highlighted(text, earlier)
         if lines:
@@ -225,9 +219,9 @@ class Question(SphinxDirective):
 FOLDED = re.compile(r"Exercises$|A detour")
 
 
-def fold_sections(doctree: nodes.document) -> None:
+def fold_sections(app: Any, doctree: nodes.document, docname: str) -> None:
     """Puts what is under some headings of a chapter into ``details``."""
-    for section in list(doctree.findall(nodes.section)):
+    for section in list(doctree.findall(nodes.section)) if docname.startswith("notebooks/") else []:
         title = section.next_node(nodes.title)
         if title is None or title.parent is not section or not FOLDED.match(title.astext()):
             continue
@@ -236,12 +230,6 @@ def fold_sections(doctree: nodes.document) -> None:
         what = f"Show the {count} exercises" if count else "Show this section"
         section.insert(place, nodes.raw("", f'<details class="section"><summary>{what}</summary>', format="html"))
         section.append(nodes.raw("", "</details>", format="html"))
-
-
-def _on_doctree(app: Any, doctree: nodes.document, docname: str) -> None:
-    mark_changes(doctree)
-    if docname.startswith("notebooks/"):
-        fold_sections(doctree)
 
 
 def with_breaks(body: str) -> str:
@@ -362,15 +350,11 @@ def _lighten(app: Any, exception: Exception | None) -> None:
         parts = UNUSED.sub("", text)
         if page.name != "search.html":
             parts = SEARCH.sub("", parts)
-        parts = parts.replace(
-            '<div role="list" class="citation-list">', '<div class="citation-list">'
-        )  # its items are none
+        parts = parts.replace(' role="list" class="citation-list"', ' class="citation-list"')  # its items are none
         parts = with_views(with_files(parts, page, out), out)
         # A script sets the theme that a reader wants; without scripts code would have no colours.
         parts = parts.replace(' data-theme="auto"', "")
-        parts = parts.replace(
-            '<html lang="en" data-content_root', '<html lang="en" data-theme="light" data-content_root'
-        )
+        parts = parts.replace(' lang="en" data-content_root', ' lang="en" data-theme="light" data-content_root')
         page.write_text(parts, encoding="utf-8")
     script = out / "_static" / "scripts" / "fontawesome.js"
     if script.exists():
@@ -384,7 +368,8 @@ def setup(app: Any) -> dict[str, bool]:
     app.add_directive("instrument", Instrument)
     app.add_directive("question", Question)
     app.connect("builder-inited", _text_only_index)
-    app.connect("doctree-resolved", _on_doctree)
+    app.connect("doctree-resolved", mark_changes)
+    app.connect("doctree-resolved", fold_sections)
     app.connect("html-page-context", _on_page)
     app.connect("build-finished", _lighten, priority=900)  # after static files are in place
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -443,10 +443,10 @@ def choosing_tiles() -> Recording:
         ms = float(times.loc[times["shape"].str.endswith(tiles.format(*config)), "ms"].iloc[0])
         warps, shared = kernel.num_warps, kernel.shared_bytes // 1024
         found = compiled.occupancy(kernel.registers, kernel.shared_bytes, warps, h200)
-        frames = Frames(
-            f"A program takes {kernel.registers} registers a lane in {warps} warps, and {shared} KiB of shared memory.",
-            ["warps", 0, "." * places],
+        note = (
+            f"A program takes {kernel.registers} registers a lane in {warps} warps, and {shared} KiB of shared memory."
         )
+        frames = Frames(note, ["warps", 0, "." * places])
         for program in range(found.programs):
             places_of = ["warps", program * warps, "abcdef"[program % 6] * warps]
             frames.show(f"Program {program + 1} finds room.", places_of)
@@ -459,17 +459,18 @@ def choosing_tiles() -> Recording:
             "occupancy": f"{found.share:.0%}",
             "measured, ms": f"{ms:.3f}",
         }
-        measured.append((found.share, ms))
-        runs.append(frames.as_run(f"{config[0]} by {config[1]}, {warps} warps", facts))
-    fastest = min(range(len(measured)), key=lambda i: measured[i][1])
-    shares = [share for share, _ in measured]
+        name = f"{config[0]} by {config[1]}, {warps} warps"
+        measured.append((ms, found.share, name))
+        runs.append(frames.as_run(name, facts))
+    _, share, fastest = min(measured)
+    fullest = max(share for _, share, _ in measured)
     return {
         "title": "Programs on one multiprocessor of an H200",
         "question": "Six tiles for one product. Does the one with the highest occupancy take the least time?",
         "choices": ["yes", "no"],
-        "answer": 0 if shares[fastest] == max(shares) else 1,
+        "answer": 0 if share == fullest else 1,
         "asked": 4,
-        "because": f"The fastest of the six, {runs[fastest]['name']}, fills {shares[fastest]:.0%} of the places for warps; the fullest fills {max(shares):.0%}.",
+        "because": f"The fastest of the six, {fastest}, fills {share:.0%} of the places for warps; the fullest fills {fullest:.0%}.",
         "control": "tile",
         "panels": [panel("warps", "64 places for warps", 16, 4)],
         "legend": {"a": "warps of a program, a colour each", "g": "places that stay empty"},
@@ -495,7 +496,6 @@ def nf4() -> Recording:
         with watch(packed=packed, absmax=absmax, code=book, out=out) as seen:
             kernel[(1,)](packed, absmax, book, out, n, BLOCK_SIZE=block, BLOCK=lanes)
         by = {access.tensor: access.elements for access in seen}
-        asked = {tensor: len(elements) for tensor, elements in by.items()}
         frames = Frames(
             "Eight bytes hold sixteen codes. The first code of a byte is its high half.",
             ["packed", 0, "." * (n // 2), [f"{byte:02x}" for byte in packed.tolist()]],
@@ -518,7 +518,7 @@ def nf4() -> Recording:
             if lane:
                 change = [["code", 0, "." * 16], *change]
             frames.show(f"Lane {lane} loads byte {byte}: {halves}.", *change)
-        facts = {"loads of a byte": asked["packed"], "loads of a scale": asked["absmax"], "outputs a lane": each}
+        facts = {"loads of a byte": len(by["packed"]), "loads of a scale": len(by["absmax"]), "outputs a lane": each}
         runs.append(frames.as_run(name, facts))
     simple = runs[0]["facts"]["loads of a byte"]
     return {
@@ -569,14 +569,11 @@ def moe_lora() -> Recording:
             )  # fmt: skip
         codes = "abcd"
         by_pair = "".join(codes[e] for e in ids.flatten().tolist())
-        frames = Frames(
-            f"{tokens} tokens, two experts each: {rows} rows, in the order of the tokens. A colour is an expert.",
-            ["pairs", 0, by_pair],
-        )
-        frames.show(
-            "Sorted by expert. " + ", ".join(f"expert {e} has {count}" for e, count in enumerate(counts)) + " rows.",
-            ["sorted", 0, "".join(by_pair[p] for p in routing.order.tolist())],
-        )
+        note = f"{tokens} tokens, two experts each: {rows} rows, in the order of the tokens. A colour is an expert."
+        frames = Frames(note, ["pairs", 0, by_pair])
+        note = ", ".join(f"expert {e} has {count}" for e, count in enumerate(counts))
+        by_expert = "".join(by_pair[p] for p in routing.order.tolist())
+        frames.show(f"Sorted by expert. {note} rows.", ["sorted", 0, by_expert])
         stores = {access.program[0]: access for access in seen if access.tensor == "y"}
         for program in range(room):
             if program not in stores:
@@ -584,11 +581,8 @@ def moe_lora() -> Recording:
                 continue
             expert, first, count = tiles[program]
             written = sorted({element // n for element in stores[program].elements})
-            frames.show(
-                f"Program {program}: expert {expert}, {count} rows of a tile of {height}, written straight to their places.",
-                *cells("sorted", list(range(first, first + count)), "e"),
-                *cells("y", written, codes[expert]),
-            )
+            note = f"Program {program}: expert {expert}, {count} rows of a tile of {height}, written straight to their places."
+            frames.show(note, ["sorted", first, "e" * count], *cells("y", written, codes[expert]))
         facts = {
             "tiles": len(tiles),
             "programs that are launched": room,
@@ -631,6 +625,7 @@ def sparse_linear() -> Recording:
             )  # fmt: skip
         frames = Frames(f"{len(active)} of {chunks} chunks are active: {', '.join(map(str, active))}.")
         for access in seen:
+            program, tile, _ = access.program
             if access.tensor == "x":
                 change = cells("x", sorted({e % d_in // 16 for e in access.elements}), "a")
                 what = "loads its columns of X"
@@ -641,9 +636,7 @@ def sparse_linear() -> Recording:
                 places = sorted({(e % d_in // 16) * chunks + e // d_in // chunk for e in access.elements})
                 change = cells("dw", places, "b")
                 what = "writes its tile of dW"
-            frames.show(
-                f"Program {access.program[0]}, {access.program[1]} (chunk {active[access.program[0]]}) {what}.", *change
-            )
+            frames.show(f"Program {program}, {tile} (chunk {active[program]}) {what}.", *change)
         once = {name: len({e for a in seen if a.tensor == name for e in a.elements}) for name in ("x", "dy", "dw")}
         facts = {
             "elements of dY that are read": once["dy"],
@@ -719,9 +712,8 @@ def scatter_ffn() -> Recording:
             elif access.tensor == "y":
                 frames.show(f"Program {program} writes the total.", ["y", 0, code * block])
             elif access.kind == "store":
-                frames.show(
-                    f"Program {program} writes its part to its own row.", ["partial", row * block, code * block]
-                )
+                cell = ["partial", row * block, code * block]
+                frames.show(f"Program {program} writes its part to its own row.", cell)
             else:
                 frames.show(f"Program {program} adds row {row}.", ["partial", row * block, "e" * block])
         facts = {
@@ -814,7 +806,7 @@ def attention_decoding() -> Recording:
     keys = shares * tile
     generator = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(1, rows, d, generator=generator) for rows in (1, keys, keys))
-    runs, merged_by, outputs = [], [], []
+    runs, outputs = [], []
     for name, order in {"0, 1, 2, 3": [0, 1, 2, 3], "3, 2, 1, 0": [3, 2, 1, 0], "2, 0, 3, 1": [2, 0, 3, 1]}.items():
         o, part, lse = torch.zeros(1, 1, d), torch.zeros(1, shares, tile, d), torch.zeros(1, shares, tile)
         tickets = torch.zeros(1, dtype=torch.int32)
@@ -833,9 +825,8 @@ def attention_decoding() -> Recording:
                 read = sorted({element // d for element in access.elements})
                 frames.show(f"Program {program} walks over its split of the keys.", *cells("k", read, mine))
             elif access.tensor == "lse" and access.kind == "store":
-                frames.show(
-                    "It stores its part: the mean of its values, and its log-sum-exp.", ["parts", program, mine]
-                )
+                note = "It stores its part: the mean of its values, and its log-sum-exp."
+                frames.show(note, ["parts", program, mine])
             elif access.kind == "atomic":
                 drawn += 1
                 show_ticket(frames, program, drawn, shares)
@@ -843,12 +834,10 @@ def attention_decoding() -> Recording:
                 frames.show("It puts the counter back to zero for the next launch.", ["tickets", 0, ".", ["0"]])
             elif access.tensor == "o":
                 merging = program
-                frames.show(
-                    f"Program {program} has read all parts in their order, and stores the output.", ["o", 0, mine]
-                )
-        merged_by.append(merging)
+                note = f"Program {program} has read all parts in their order, and stores the output."
+                frames.show(note, ["o", 0, mine])
         runs.append(frames.as_run(name, {"launches": 1, "merged by program": merging}))
-    assert len(set(merged_by)) > 1
+    assert len({run["facts"]["merged by program"] for run in runs}) > 1
     assert all(torch.equal(o, outputs[0]) for o in outputs)
     return {
         "title": "Four programs, one head",
@@ -887,11 +876,8 @@ def sparse_training() -> Recording:
             row = [
                 "c" if i in asked & where else "g" if i in asked else "x" if i in where else "." for i in range(chunks)
             ]
-            hit = len(asked & where)
-            frames.show(
-                f"Step {step}: {hit} of the {len(where)} chunks with the gradient are chosen.",
-                ["steps", step * chunks, "".join(row)],
-            )
+            note = f"Step {step}: {len(asked & where)} of the {len(where)} chunks with the gradient are chosen."
+            frames.show(note, ["steps", step * chunks, "".join(row)])
         recall = float(np.mean([score["recall"] for score in scores]))
         found[name] = recall
         runs.append(frames.as_run(name, {"found, in the mean": f"{recall:.0%}"}))
@@ -1018,21 +1004,12 @@ def several_gpus() -> Recording:
             row = "".join("c" if there else "." for there in goes[token].tolist())
             asked = torch.bincount(ids[token] // (experts // gpus), minlength=gpus).tolist()
             words = [str(count) if count else "" for count in asked]
-            frames.show(
-                f"Token {token}: {slots} experts, on {int(goes[token].sum())} GPUs. A number says how many it asks for there.",
-                ["goes", token * gpus, row, words],
-            )
+            there = int(goes[token].sum())
+            note = f"Token {token}: {slots} experts, on {there} GPUs. A number says how many it asks for there."
+            frames.show(note, ["goes", token * gpus, row, words])
         pairs, rows = tokens * slots, int(goes.sum())
-        runs.append(
-            frames.as_run(
-                f"{slots} expert{'s' * (slots > 1)} a token",
-                {
-                    "rows, if each pair travelled": pairs,
-                    "rows, once to each GPU": rows,
-                    "share": f"{rows / pairs:.0%}",
-                },
-            )
-        )
+        facts = {"rows, if each pair travelled": pairs, "rows, once to each GPU": rows, "share": f"{rows / pairs:.0%}"}
+        runs.append(frames.as_run(f"{slots} expert{'s' * (slots > 1)} a token", facts))
     rows = [run["facts"]["rows, once to each GPU"] for run in runs]
     return {
         "title": "Where tokens travel",
@@ -1098,22 +1075,17 @@ def splits_against_time() -> Recording:
     sms, blocks, start, merged = 8, 96, 2, 4  # a program takes two units to begin; a unit merges four parts
     width, runs = 28, []
     for splits in (4, 6, 8, 12, 32):
-        busy, frames = (
-            [0] * sms,
-            Frames(f"{blocks} blocks of keys in {splits} splits. A split begins on the SM that is free first."),
-        )
+        busy, own = [0] * sms, blocks // splits
+        frames = Frames(f"{blocks} blocks of keys in {splits} splits. A split begins on the SM that is free first.")
         for split in range(splits):
-            sm, own = busy.index(min(busy)), blocks // splits
-            frames.show(
-                f"Split {split} on SM {sm}: {start} units to begin, {own} blocks of keys.",
-                ["time", sm * width + busy[sm], "x" * start + "a" * own],
-            )
+            sm = busy.index(min(busy))
+            note = f"Split {split} on SM {sm}: {start} units to begin, {own} blocks of keys."
+            frames.show(note, ["time", sm * width + busy[sm], "x" * start + "a" * own])
             busy[sm] += start + own
-        merge = -(-splits // merged)
-        frames.show(
-            f"The last program merges {splits} parts.", ["time", busy.index(max(busy)) * width + max(busy), "c" * merge]
-        )
-        total = max(busy) + merge
+        last, merge = max(busy), -(-splits // merged)
+        place = busy.index(last) * width + last
+        frames.show(f"The last program merges {splits} parts.", ["time", place, "c" * merge])
+        total = last + merge
         facts = {"units of time": total, "waves": -(-splits // sms), "SMs at work": f"{sum(busy) / (sms * total):.0%}"}
         runs.append(frames.as_run(f"{splits} splits", facts))
     times = [run["facts"]["units of time"] for run in runs]
@@ -1145,10 +1117,8 @@ def tile_height() -> Recording:
             own = -(-count // height)
             tiles += own
             code = "".join("ab"[i // height % 2] for i in range(count)) + "x" * (own * height - count)
-            frames.show(
-                f"Expert {expert}: {count} rows, {own} tile{'s' * (own > 1)}. Each reads the expert's matrix once.",
-                ["rows", expert * width, code],
-            )
+            note = f"Expert {expert}: {count} rows, {own} tile{'s' * (own > 1)}. Each reads the expert's matrix once."
+            frames.show(note, ["rows", expert * width, code])
         facts = {
             "reads of a matrix": tiles,
             "rows that do not exist": tiles * height - sum(counts),
@@ -1202,9 +1172,8 @@ def same_bits() -> Recording:
                 frames.show(note, *cells("row", read, "abcd"[read[0] // part] if fixed else letter))
             else:
                 frames.show(f"Program {program} stores its sum.", ["sums", program, letter])
-        frames.show(
-            "The sums are joined in their order." if programs > 1 else "There is nothing to join.", ["out", 0, "g"]
-        )
+        note = "The sums are joined in their order." if programs > 1 else "There is nothing to join."
+        frames.show(note, ["out", 0, "g"])
         same = "yes" if torch.equal(found, alone) else "no"
         runs.append(frames.as_run(name, {"programs": programs, "the bits of the row alone": same}))
     assert [run["facts"]["the bits of the row alone"] for run in runs] == ["yes", "no", "yes", "yes"]
