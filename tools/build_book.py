@@ -24,7 +24,7 @@ import yaml
 from ipykernel.kernelspec import write_kernel_spec
 from jupyter_cache import get_cache
 from jupyter_cache.base import CacheBundleIn
-from jupyter_cache.executors.utils import ExecutionResult, single_nb_execution
+from jupyter_cache.executors.utils import single_nb_execution
 from myst_nb.core.config import NbParserConfig
 from myst_nb.core.read import create_nb_reader
 from myst_parser.config.main import MdParserConfig
@@ -114,14 +114,10 @@ def kernels(*arguments: str) -> Iterator[Path]:
         yield Path(scratch)
 
 
-def execute(path: Path) -> ExecutionResult:
-    """The executed notebook, its seconds, and what went wrong."""
-    how = {"timeout": 600, "allow_errors": False, "kernel_name": "python3"}
-    return single_nb_execution(read(path), cwd=str(path.parent), **how)
-
-
 def execute_all(paths: list[Path], cache: Any) -> int:
     """Executes the notebooks; the number of those that failed."""
+    how = {"timeout": 600, "allow_errors": False, "kernel_name": "python3"}
+    execute = lambda path: single_nb_execution(read(path), cwd=str(path.parent), **how)  # noqa: E731
     failed = 0
     with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
         for path, done in zip(paths, pool.map(execute, paths), strict=True):
@@ -175,8 +171,7 @@ def main(arguments: list[str]) -> int:
         cache = open_cache()
         new = [path for path in notebooks if not is_kept(cache, path)]
         if draft:
-            place = scratch / "cache"
-            shutil.copytree(EXECUTED, place)
+            place = shutil.copytree(EXECUTED, scratch / "cache")
             cache = get_cache(str(place))
             for path in new:
                 keep(cache, path, read(path), 0.0)

@@ -65,8 +65,7 @@ def project() -> dict[str, Any]:
     """What pyproject.toml says of the package."""
     import tomllib  # Python 3.11, which both places have
 
-    found: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    return found
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
 def commands(present: dict[str, str]) -> list[list[str]]:

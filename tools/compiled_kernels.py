@@ -153,16 +153,13 @@ def table(reports: Path, targets: Sequence[str] = tuple(runtime.TARGETS)) -> pd.
     """The table of the page: what users get at the stated sizes."""
     of_rooms = OF_ROOMS | {"train": STATED}
     stated = [(room, call) for room in sorted(of_rooms) for call in of_rooms[room]]
-    found: list[list[CompiledKernel]] = [[] for _ in stated]
-    for alike in ([name for name in targets if name != "sm_75"], [name for name in targets if name == "sm_75"]):
-        if not alike:
-            continue
+    rows: dict[tuple[str, str], list[dict[str, Any]]] = {call: [] for call in stated}
+    both = [name for name in targets if name != "sm_75"], [name for name in targets if name == "sm_75"]
+    for alike in filter(None, both):
         codes = [code_of(room, alike[0], call) for room, call in stated]
-        for kernels, more in zip(found, compile_each(codes, alike, reports=reports, timeout_s=3000.0), strict=True):
-            kernels += more
-    return pd.DataFrame([
-        _row(*call, kernel) for call, kernels in zip(stated, found, strict=True) for kernel in kernels
-    ])  # fmt: skip
+        for call, kernels in zip(stated, compile_each(codes, alike, reports=reports, timeout_s=3000.0)):
+            rows[call] += [_row(*call, kernel) for kernel in kernels]
+    return pd.DataFrame(itertools.chain.from_iterable(rows.values()))
 
 
 def write_reports(kernels: Sequence[Any]) -> None:

@@ -54,10 +54,9 @@ def changed_lines(source: str, earlier: list[str]) -> set[int]:
     """The lines of a function, from 1 on, that the most similar of the ``earlier`` ones does not have; none if none is similar."""
     after = _code(source)
     matchers = [difflib.SequenceMatcher(None, _code(before), after, autojunk=False) for before in earlier]
-    matchers = [matcher for matcher in matchers if matcher.ratio() >= SIMILAR]
-    if not matchers:
+    best = max(reversed(matchers), key=lambda matcher: matcher.ratio(), default=None)
+    if best is None or best.ratio() < SIMILAR:
         return set()
-    best = max(reversed(matchers), key=lambda matcher: matcher.ratio())
     found = [range(low + 1, high + 1) for kind, _, _, low, high in best.get_opcodes() if kind != "equal"]
     return {line for lines in found for line in lines if after[line - 1]}
 
@@ -112,8 +111,7 @@ def mark_changes(app: Any, doctree: nodes.document, docname: str) -> None:
         cell = isinstance(block.parent, nodes.container) and block.parent.get("nb_element") == "cell_code_source"
         if not cell or ("@triton.jit" not in text and "@gluon.jit" not in text):
             continue
-        lines = highlighted(text, earlier)
-        if lines:
+        if lines := highlighted(text, earlier):
             block.setdefault("highlight_args", {})["hl_lines"] = lines
         earlier += [source for _, source in functions(text)]
 
@@ -122,10 +120,9 @@ def _definitions(app: Any) -> dict[str, str]:
     """The glossary as text, by the id of each term."""
     found = {}
     for item in app.env.get_doctree(GLOSSARY).findall(nodes.definition_list_item):
-        definition = item.next_node(nodes.definition)
+        definition = " ".join(item.next_node(nodes.definition).astext().split())
         for term in item.findall(nodes.term):
-            for name in term["ids"]:
-                found[name] = " ".join(definition.astext().split())
+            found |= dict.fromkeys(term["ids"], definition)
     return found
 
 

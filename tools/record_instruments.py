@@ -443,10 +443,8 @@ def choosing_tiles() -> Recording:
         ms = float(times.loc[times["shape"].str.endswith(tiles.format(*config)), "ms"].iloc[0])
         warps, shared = kernel.num_warps, kernel.shared_bytes // 1024
         found = compiled.occupancy(kernel.registers, kernel.shared_bytes, warps, h200)
-        note = (
-            f"A program takes {kernel.registers} registers a lane in {warps} warps, and {shared} KiB of shared memory."
-        )
-        frames = Frames(note, ["warps", 0, "." * places])
+        takes = f"{kernel.registers} registers a lane in {warps} warps, and {shared} KiB of shared memory"
+        frames = Frames(f"A program takes {takes}.", ["warps", 0, "." * places])
         for program in range(found.programs):
             places_of = ["warps", program * warps, "abcdef"[program % 6] * warps]
             frames.show(f"Program {program + 1} finds room.", places_of)
@@ -616,6 +614,12 @@ def sparse_linear() -> Recording:
     d_out = chunk * chunks
     generator = torch.Generator().manual_seed(0)
     x, dy = torch.randn(m, d_in, generator=generator), torch.randn(m, d_out, generator=generator)
+    # By tensor the cell of an element, and what a program does with it.
+    places = {
+        "x": (lambda e: e % d_in // 16, "loads its columns of X"),
+        "dy": (lambda e: e % d_out // chunk, "loads the columns of dY that its id names"),
+        "dw": (lambda e: (e % d_in // 16) * chunks + e // d_in // chunk, "writes its tile of dW"),
+    }
     runs = []
     for active in ([5], [5, 1], [5, 1, 6, 2], list(range(chunks))):
         ids, dw = torch.tensor(active), torch.zeros(d_out, d_in)
@@ -626,16 +630,8 @@ def sparse_linear() -> Recording:
         frames = Frames(f"{len(active)} of {chunks} chunks are active: {', '.join(map(str, active))}.")
         for access in seen:
             program, tile, _ = access.program
-            if access.tensor == "x":
-                change = cells("x", sorted({e % d_in // 16 for e in access.elements}), "a")
-                what = "loads its columns of X"
-            elif access.tensor == "dy":
-                change = cells("dy", sorted({e % d_out // chunk for e in access.elements}), "a")
-                what = "loads the columns of dY that its id names"
-            else:
-                places = sorted({(e % d_in // 16) * chunks + e // d_in // chunk for e in access.elements})
-                change = cells("dw", places, "b")
-                what = "writes its tile of dW"
+            place, what = places[access.tensor]
+            change = cells(access.tensor, sorted({*map(place, access.elements)}), "b" if access.tensor == "dw" else "a")
             frames.show(f"Program {program}, {tile} (chunk {active[program]}) {what}.", *change)
         once = {name: len({e for a in seen if a.tensor == name for e in a.elements}) for name in ("x", "dy", "dw")}
         facts = {
@@ -701,9 +697,6 @@ def scatter_ffn() -> Recording:
         drawn, last = 0, -1
         for access in seen:
             program, code = access.program[0], "abcd"[access.program[0]]
-            if access.kind == "barrier":
-                continue
-            row = access.elements[0] // block
             if access.tensor == "tickets" and access.kind == "store":
                 frames.show(f"Program {program} sets the counter back to 0.", ["tickets", 0, code, ["0"]])
             elif access.tensor == "tickets":
@@ -711,11 +704,10 @@ def scatter_ffn() -> Recording:
                 show_ticket(frames, program, drawn, split)
             elif access.tensor == "y":
                 frames.show(f"Program {program} writes the total.", ["y", 0, code * block])
-            elif access.kind == "store":
-                cell = ["partial", row * block, code * block]
-                frames.show(f"Program {program} writes its part to its own row.", cell)
-            else:
-                frames.show(f"Program {program} adds row {row}.", ["partial", row * block, "e" * block])
+            elif access.tensor == "partial":
+                row, own = access.elements[0] // block, access.kind == "store"
+                what = "writes its part to its own row" if own else f"adds row {row}"
+                frames.show(f"Program {program} {what}.", ["partial", row * block, (code if own else "e") * block])
         facts = {
             "who adds up": f"program {last}",
             "order of the additions": "0, 1, 2, 3",
@@ -962,14 +954,13 @@ def launches() -> Recording:
         frames = Frames("Sixteen calls of one kernel. Nothing is compiled yet.")
         for call, (tensor, n) in enumerate(arguments):
             key = Launch._key(0, (tensor, n))[0]
-            new = key not in known
-            known += [key] * new
+            what = "finds" if key in known else "compiles"
+            known += [key] * (key not in known)
             kernel = known.index(key)
-            what = "compiles" if new else "finds"
-            changes = [["calls", call, "abcdef"[kernel % 6]], ["kernels", kernel, "abcdef"[kernel % 6]]]
+            code = "abcdef"[kernel % 6]
             begin = f", {tensor.storage_offset() * tensor.element_size()} bytes in" if tensor.storage_offset() else ""
             note = f"Call {call + 1}, {str(tensor.dtype).removeprefix('torch.')}{begin}, N = {n}: {what} kernel {kernel + 1}."
-            frames.show(note, *changes)
+            frames.show(note, ["calls", call, code], ["kernels", kernel, code])
         runs.append(frames.as_run(name, {"calls": len(arguments), "kernels compiled": len(known)}))
     compiled = runs[0]["facts"]["kernels compiled"]
     choices = ["1", "2", "16"]
