@@ -106,9 +106,8 @@ def kernels(*arguments: str) -> Iterator[Path]:
         os.environ["JUPYTER_PATH"] = os.pathsep.join(filter(None, [scratch, os.environ.get("JUPYTER_PATH")]))
         os.environ["PYDEVD_DISABLE_FILE_VALIDATION"] = "1"  # the debugger's warning about frozen modules
         # For what pages import, and Sphinx's extensions, beside this file.
-        os.environ["PYTHONPATH"] = os.pathsep.join(
-            filter(None, [str(ROOT), str(ROOT / "tools"), os.environ.get("PYTHONPATH")])
-        )
+        places = [str(ROOT), str(ROOT / "tools"), os.environ.get("PYTHONPATH")]
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, places))
         if AT_ONCE > 1:
             os.environ.setdefault("OMP_NUM_THREADS", "1")  # each core has a notebook
         yield Path(scratch)
@@ -117,10 +116,10 @@ def kernels(*arguments: str) -> Iterator[Path]:
 def execute_all(paths: list[Path], cache: Any) -> int:
     """Executes the notebooks; the number of those that failed."""
     how = {"timeout": 600, "allow_errors": False, "kernel_name": "python3"}
-    execute = lambda path: single_nb_execution(read(path), cwd=str(path.parent), **how)  # noqa: E731
     failed = 0
     with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
-        for path, done in zip(paths, pool.map(execute, paths), strict=True):
+        runs = pool.map(lambda path: single_nb_execution(read(path), cwd=str(path.parent), **how), paths)
+        for path, done in zip(paths, runs, strict=True):
             print(f"{path.name}: {done.time:.0f} s{', FAILED' if done.err else ''}", flush=True)
             if done.err:
                 print(done.err, file=sys.stderr)

@@ -109,8 +109,7 @@ def sources() -> dict[Path, str]:
 def build(out: Path, backend: str = "cuda", version: int | None = None) -> Path:
     """Writes the repository to ``out``, which is emptied before, and returns the folder that the library loads.
 
-    Args:
-        version: None is the one in ``build.toml``.
+    ``version`` None is the one in ``build.toml``.
     """
     files = sources()
     settings = (ROOT / "hub" / "build.toml").read_text(encoding="utf-8")

@@ -18,10 +18,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 ID = "on-colab"
 EXTRAS = ("lab", "train", "interop")  # what chapters use
-KEPT = (
-    "torch",
-    "triton",
-)  # of the machine: its GPU's driver may be too old for newer ones, and they take minutes to load
+# Of the machine: its GPU's driver may be too old for newer ones, and they take minutes to load.
+KEPT = ("torch", "triton")
 
 CELL = """\
 # On Colab and Kaggle: fetches the book, installs its package, and says which

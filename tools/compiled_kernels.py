@@ -137,12 +137,12 @@ def _row(room: str, call: str, kernel: CompiledKernel) -> dict[str, Any]:
     fits = occupancy(kernel.registers, kernel.shared_bytes, kernel.num_warps, properties) if nvidia else None
     tiles = " ".join(f"{name}={value}" for name, value in kernel.constants.items() if name in TILES)
     row = {"room": room, "call": call, "kernel": kernel.name, "target": kernel.target, "tiles": tiles}
-    row |= {name: getattr(kernel, name) for name in ("num_warps", "num_stages", *FIGURES)}
+    figures = ("num_warps", "num_stages", "registers", "spill_bytes", "shared_bytes")
+    row |= {name: getattr(kernel, name) for name in figures}
     row["num_stages"] = kernel.constants.get("STAGES", kernel.num_stages)
     return row | {"programs": fits.programs if fits else "", "limit": fits.limit if fits else ""}
 
 
-FIGURES = ("registers", "spill_bytes", "shared_bytes")
 TILES = (
     "BLOCK_M", "BLOCK_N", "BLOCK_K", "BLOCK_D", "BLOCK_R", "BLOCK_L", "BLOCK_C", "BLOCK_P", "BLOCK_Q", "BLOCK_S", "BLOCK_G",
     "BLOCK_W", "BLOCK", "BLOCK_E", "NUM_BLOCKS", "SHARES", "NUM_SPLITS", "SPLIT", "UNROLL", "ROWS", "WARPGROUPS",

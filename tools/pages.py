@@ -139,20 +139,19 @@ def still_picture(recording: dict[str, Any]) -> str:
                     cells[start : start + len(codes)] = codes
                     for i, word in enumerate(words[0] if words else []):
                         texts[start + i] = word
-        parts = [f'<text x="0" y="{height + 17}" class="name">{html.escape(panel["label"])}</text>']
+        panels.append(f'<text x="0" y="{height + 17}" class="name">{html.escape(panel["label"])}</text>')
         size = min(CELL, (640 - LABEL_WIDTH) / panel["columns"])
         for i, (code, word) in enumerate(zip(cells, texts, strict=True)):
             x = LABEL_WIDTH + i % panel["columns"] * size
             y = height + i // panel["columns"] * size
             kind = "none" if code == "." else code
-            parts.append(
+            panels.append(
                 f'<rect x="{x:.1f}" y="{y:.1f}" width="{size - 2:.1f}" height="{size - 2:.1f}" rx="3" class="c-{kind}"/>'
             )
             if word:
-                parts.append(
+                panels.append(
                     f'<text x="{x + size / 2 - 1:.1f}" y="{y + size / 2 + 3:.1f}" class="word">{html.escape(word)}</text>'
                 )
-        panels += parts
         height += round(panel["rows"] * size) + 12
     facts = "; ".join(f"{name}: {value}" for name, value in run["facts"].items())
     title = f"<title>{html.escape(recording['title'])}</title><desc>{html.escape(facts)}</desc>"
@@ -290,8 +289,7 @@ def _icons(scripts: Path, names: set[str]) -> str:
         ".fa-lg{font-size:1.25em}"
     ]
     for name in sorted(names):
-        found = re.search(rf'[{{,]"?{re.escape(name)}"?:\[(\d+),(\d+),\[[^\]]*\],"[^"]*","([^"]+)"\]', source)
-        if found:
+        if found := re.search(rf'[{{,]"?{re.escape(name)}"?:\[(\d+),(\d+),\[[^\]]*\],"[^"]*","([^"]+)"\]', source):
             width, height, path = found.groups()
             svg = f"%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}'%3E%3Cpath d='{path}'/%3E%3C/svg%3E"
             rules.append(f'.fa-{name}{{--icon:url("data:image/svg+xml,{svg}")}}')

@@ -347,15 +347,13 @@ def attention_online() -> Recording:
             factor = np.exp(before - maximum)
             shrunk = bool(i > 0 and factor < 1)
             shrinks += shrunk
-            change = [["scores", i * tile, "b" * tile]]
-            if i:
-                change.insert(0, ["scores", (i - 1) * tile, "a" * tile])
+            seen = [["scores", (i - 1) * tile, "a" * tile]] if i else []
             note = f"After tile {i + 1}: m = {maximum:.2f}, l = {total:.2f}, a / l = {a / total:.3f}."
             if shrunk:
                 note += f" The maximum grew: what was summed so far is multiplied by {factor:.3f}."
             elif i:
                 note += " The maximum stayed, and the factor is 1."
-            frames.show(note, *change)
+            frames.show(note, *seen, ["scores", i * tile, "b" * tile])
         whole = float(torch.softmax(scores.double(), 0) @ v[0, :, 0].double())
         facts = {
             "tiles that shrink the sum": shrinks,
@@ -587,7 +585,6 @@ def moe_lora() -> Recording:
             "rows of tiles for each real row": f"{len(tiles) * height / rows:.2f}",
         }
         runs.append(frames.as_run(name, facts))
-    room = runs[0]["facts"]["programs that are launched"]
     choices = [str(rows // height), str(room), str(rows)]
     return {
         "title": "Rows, experts, tiles",
@@ -1020,7 +1017,6 @@ def bytes_in_flight() -> Recording:
     """How much an SM gets of its memory's bandwidth, by how much it has asked for: Little's law, played."""
     gpu, latency, piece, step, end = runtime.TARGETS["sm_90"], 600, 512, 75, 1500  # nanoseconds, bytes
     rate = 4800 / gpu.num_sms  # bytes a nanosecond, by the data sheet
-    room = 64
     runs = []
     for kib in (4, 8, 16, 32):
         slots = kib * 1024 // piece
@@ -1053,7 +1049,7 @@ def bytes_in_flight() -> Recording:
         "because": f"Bandwidth times latency, {rate * latency / 1024:.0f} KiB, have to be on their way. Whoever asks for less waits with nothing to do.",
         "control": "asked for at any time",
         "panels": [
-            panel("way", "on their way, a cell is 512 bytes", room),
+            panel("way", "on their way, a cell is 512 bytes", 64),
             panel("there", f"there after {end} ns", 32, 4),
         ],
         "legend": {"a": "asked for", "b": "arrived"},
@@ -1146,14 +1142,13 @@ def same_bits() -> Recording:
         x, programs = batch[:rows].clone(), 4 if rows == 1 else 1
         sums = torch.zeros(programs, rows, n)
         grid, more = (triton.cdiv(rows, 16), 1, programs), {"PART": part, "SPLIT": rows == 1} if fixed else {}
-        with watch(None, x=x, sums=sums) as seen:
+        with watch(x=x, sums=sums) as seen:
             kernel = page._parts_kernel if fixed else page._split_kernel
             kernel[grid](x, w, sums, rows, n, k, *(() if fixed else (k // programs,)), **blocks, **more)
         found = page.joined(sums)[0]
         alone = found if rows == 1 else alone
-        own = [access for access in seen if access.program[0] == 0]
         frames = Frames(f"{k} numbers of one row, in a batch of {rows}. {programs} programs share them.")
-        for access in own:
+        for access in (access for access in seen if access.program[0] == 0):
             program, letter = access.program[2], "abcd"[access.program[2]]
             if access.tensor == "x":
                 read = [element for element in access.elements if element < k]

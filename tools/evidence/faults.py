@@ -162,11 +162,10 @@ def _of_operation(node: ast.BinOp, strides: list[str]) -> Iterator[tuple[str, as
                 yield "factor dropped", other
     elif op in (ast.Div, ast.FloorDiv, ast.Mod):
         yield "divisor dropped", left
-    elif op is ast.Add:
+    elif op in (ast.Add, ast.Sub):
         yield "term dropped", left
-    elif op is ast.Sub:
-        yield "term dropped", left
-        yield "sign turned", ast.BinOp(left, ast.Add(), right)
+        if op is ast.Sub:
+            yield "sign turned", ast.BinOp(left, ast.Add(), right)
 
 
 def _of_comparison(node: ast.Compare) -> Iterator[tuple[str, ast.AST]]:
