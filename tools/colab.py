@@ -80,9 +80,8 @@ def commands(present: dict[str, str]) -> list[list[str]]:
 def install() -> None:
     there = {distribution.name for distribution in importlib.metadata.distributions()}
     if absent := [name for name in KEPT if name not in there]:
-        raise SystemExit(
-            f"{' and '.join(absent)} must be installed here: pip install '{ROOT}[{','.join(EXTRAS)}]' brings both"
-        )
+        extras = ",".join(EXTRAS)
+        raise SystemExit(f"{' and '.join(absent)} must be installed here: pip install '{ROOT}[{extras}]' brings both")
     present = {name: importlib.metadata.version(name) for name in KEPT}
     if sentence := older(present["torch"]):
         print(sentence)

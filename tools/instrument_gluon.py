@@ -115,13 +115,12 @@ def gluon() -> dict[str, Any]:
     """Producer and consumers of one tile, with two and three buffers, and with the producer's phase wrong."""
     a, b = torch.ones(128, 320, dtype=torch.float16), torch.ones(320, 256, dtype=torch.float16)
     right, runs = page(), []
-    wrong = module_of(
-        source_of_page().replace("((count // STAGES) & 1) ^ 1)", "(count // STAGES) & 1)"), "gluon_page_wrong"
-    )
+    source = source_of_page().replace("((count // STAGES) & 1) ^ 1)", "(count // STAGES) & 1)")
+    wrong = module_of(source, "gluon_page_wrong")
     for name, kernels, stages in (
         ("two buffers", right, 2), ("three buffers", right, 3), ("two buffers, the producer's phase wrong", wrong, 2)
     ):  # fmt: skip
-        end, events = "the product is right", []
+        end = "the product is right"
         with interpreted() as launches:
             try:
                 c = kernels.specialized(a, b, kernel=kernels._matmul_specialized_kernel, STAGES=stages)

@@ -145,13 +145,11 @@ def still_picture(recording: dict[str, Any]) -> str:
             x = LABEL_WIDTH + i % panel["columns"] * size
             y = height + i // panel["columns"] * size
             kind = "none" if code == "." else code
-            panels.append(
-                f'<rect x="{x:.1f}" y="{y:.1f}" width="{size - 2:.1f}" height="{size - 2:.1f}" rx="3" class="c-{kind}"/>'
-            )
+            square = f'x="{x:.1f}" y="{y:.1f}" width="{size - 2:.1f}" height="{size - 2:.1f}" rx="3"'
+            panels.append(f'<rect {square} class="c-{kind}"/>')
             if word:
-                panels.append(
-                    f'<text x="{x + size / 2 - 1:.1f}" y="{y + size / 2 + 3:.1f}" class="word">{html.escape(word)}</text>'
-                )
+                middle = f'x="{x + size / 2 - 1:.1f}" y="{y + size / 2 + 3:.1f}"'
+                panels.append(f'<text {middle} class="word">{html.escape(word)}</text>')
         height += round(panel["rows"] * size) + 12
     facts = "; ".join(f"{name}: {value}" for name, value in run["facts"].items())
     title = f"<title>{html.escape(recording['title'])}</title><desc>{html.escape(facts)}</desc>"

@@ -55,13 +55,12 @@ def from_notebook(stem: str, *names: str) -> ModuleType:
 
 @dataclasses.dataclass
 class Access:
-    """One operation of one program on a tensor: the elements that it touches, and how many a mask kept it from."""
+    """One operation of one program on a tensor, and the elements that it touches."""
 
     program: tuple[int, int, int]
     kind: str  # load | store | atomic | barrier
     tensor: str
     elements: list[int]
-    masked: int
 
 
 @contextlib.contextmanager
@@ -77,7 +76,7 @@ def watch(programs: list[int] | None = None, **tensors: torch.Tensor) -> Iterato
     def note(kind: str, pointers: Any = None, mask: Any = None) -> None:
         program = tuple(int(i) for i in builder.grid_idx)
         if pointers is None:
-            seen.append(Access(program, kind, "", [], 0))
+            seen.append(Access(program, kind, "", []))
             return
         addresses = np.asarray(pointers.data).astype(np.int64).ravel()
         wanted = True if mask is None else np.broadcast_to(mask.data, pointers.data.shape).ravel()
@@ -85,8 +84,7 @@ def watch(programs: list[int] | None = None, **tensors: torch.Tensor) -> Iterato
             places = (addresses - tensor.data_ptr()) // tensor.element_size()
             inside = wanted & (places >= 0) & (places < tensor.numel())
             if inside.any():
-                masked = int(np.sum(~np.broadcast_to(wanted, addresses.shape)))
-                seen.append(Access(program, kind, name, places[inside].tolist(), masked))
+                seen.append(Access(program, kind, name, places[inside].tolist()))
 
     def noted(name: str, kind: str, *arguments: int) -> Callable[..., Any]:
         """An operation that is noted; ``arguments`` are the places of its pointers and its mask."""
@@ -171,14 +169,14 @@ def first_kernel() -> Recording:
         for access in seen:
             what = "loads" if access.kind == "load" else "stores"
             low, high = access.elements[0], access.elements[-1] + 1
-            outside = list(range(high, high + access.masked))
+            outside = list(range(high, low + block))
             note = f"Program {access.program[0]} {what} {access.tensor}[{low}:{high}]."
             if outside:
                 note += f" Its mask keeps it from {len(outside)} more, which do not exist."
             code = "a" if access.kind == "load" else "b"
             frames.show(note, *(cells(access.tensor, access.elements, code) + cells(access.tensor, outside, "x")))
         moved = sum(4 * len(access.elements) for access in seen)
-        masked = sum(access.masked for access in seen if access.kind == "store")
+        masked = sum(block - len(access.elements) for access in seen if access.kind == "store")
         facts = {"programs": programs, "bytes read and written": moved, "elements masked off": masked}
         runs.append(frames.as_run(f"BLOCK = {block}", facts))
     moved = {run["facts"]["bytes read and written"] for run in runs}
@@ -862,14 +860,11 @@ def sparse_training() -> Recording:
         frames = Frames(f"{chunks} chunks across, time goes down. {active} may be chosen in a step.")
         for step, asked in enumerate(chosen):
             where = set(teacher.planted_chunks(step).tolist())
-            row = [
-                "c" if i in asked & where else "g" if i in asked else "x" if i in where else "." for i in range(chunks)
-            ]
+            row = [".xgc"[2 * (i in asked) + (i in where)] for i in range(chunks)]
             note = f"Step {step}: {len(asked & where)} of the {len(where)} chunks with the gradient are chosen."
             frames.show(note, ["steps", step * chunks, "".join(row)])
-        recall = float(np.mean([score["recall"] for score in scores]))
-        found[name] = recall
-        runs.append(frames.as_run(name, {"found, in the mean": f"{recall:.0%}"}))
+        found[name] = float(np.mean([score["recall"] for score in scores]))
+        runs.append(frames.as_run(name, {"found, in the mean": f"{found[name]:.0%}"}))
     assert found["random"] < found["ema_topk"] < found["oracle"]
     return {
         "title": "Chosen chunks over time",

@@ -88,11 +88,8 @@ def _launches(case: Case) -> str:
     return str(forward) if case.grads == () else f"{forward} + {launch.call_count - forward}"
 
 
-RELATIVES = {
-    "sm_80": ("nvidia-a30",),
-    "sm_89": ("nvidia-l4",),
-    "sm_90": ("nvidia-h100", "nvidia-gh200"),
-}  # of one generation
+# Other GPUs of a generation.
+RELATIVES = {"sm_80": ("nvidia-a30",), "sm_89": ("nvidia-l4",), "sm_90": ("nvidia-h100", "nvidia-gh200")}
 
 
 def generations() -> list[dict[str, str]]:
