@@ -50,8 +50,9 @@ SPILLS_ALLOWED = {
         "float32 at 128 features: exact products take each operand twice.",
     ),
     ("_flash_attention_bwd_hopper_kernel", "sm_90"): (
-        32,
-        "Up to four registers outside the loops; with smaller tiles tensor cores would wait for shared memory.",
+        56,
+        "128 features: up to four registers outside the loops, and with packed sequences where each key's ends; with smaller "
+        "tiles tensor cores would wait for shared memory.",
     ),
     ("_flash_attention_fwd_hopper_kernel", "sm_90"): (
         32,
@@ -120,7 +121,7 @@ SPILLS_ALLOWED = {
 }
 # Targets on which nothing was measured yet: the most that any kernel spills, in tiles that are those of other GPUs.
 NOT_MEASURED = {
-    "sm_86": 24, "sm_89": 24, "sm_100": 1264, "sm_103": 1264, "sm_120": 2048, "sm_121": 2048, "gfx942": 2180, "gfx1201": 3004,
+    "sm_86": 64, "sm_89": 64, "sm_100": 1264, "sm_103": 1264, "sm_120": 2048, "sm_121": 2048, "gfx942": 2180, "gfx1201": 3004,
 }  # fmt: skip
 
 

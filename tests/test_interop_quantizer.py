@@ -269,7 +269,7 @@ def test_a_checkpoint_without_its_experts_is_refused(tmp_path: Path) -> None:
 def test_bad_settings() -> None:
     with pytest.raises(ValueError, match="NF4ExpertsConfig: block_size must be one of"):
         NF4ExpertsConfig(block_size=48)
-    with pytest.raises(TypeError, match="NF4ExpertsConfig: arguments must be double_quant and block_size, got"):
+    with pytest.raises(TypeError, match="NF4ExpertsConfig: arguments must be double_quant, block_size and offload, got"):
         NF4ExpertsConfig(bits=4)
     assert NF4ExpertsConfig().bytes_a_weight == 0.5625
     assert NF4ExpertsConfig(double_quant=True).bytes_a_weight == 0.5 + (1 + 4 / 256) / 64

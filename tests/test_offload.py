@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("transformers", minversion="5")
 
 import torch
+import transformers
 from tiny_models import losses, tiny_model, tokens
 
 from kernelbook import runtime
@@ -173,3 +174,21 @@ def test_captured_steps_follow_replays_and_eager_passes() -> None:
                 graph.replay()
             assert torch.equal(*captured)
             torch.testing.assert_close(ours(ids).logits, expected, rtol=0, atol=0)
+
+
+def test_a_model_is_loaded_onto_the_host(tmp_path: Any) -> None:
+    """Its experts stay there, one bit for bit with those on the device; nothing of it stands in the saved model."""
+    tiny_model("qwen3_moe", num_hidden_layers=LAYERS).save_pretrained(tmp_path / "dense")
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    models = [
+        load(tmp_path / "dense", quantization_config=interop.NF4ExpertsConfig(double_quant=True, offload=offload))
+        for offload in (False, True)
+    ]
+    (here, away), ids = (interop.use_kernels(model) for model in models), tokens()
+    assert {p.device.type for p in away.parameters()} <= {"cpu", runtime.DEVICE.type}
+    assert all(experts.parametrizations["down_proj"].original.device.type == "cpu" for experts in experts_of(away))
+    with torch.no_grad():
+        torch.testing.assert_close(away(ids).logits, here(ids).logits, rtol=0, atol=0)
+    away.save_pretrained(tmp_path / "packed")
+    assert "offload" not in (tmp_path / "packed" / "config.json").read_text()
+    assert experts_of(load(tmp_path / "packed"))[0].parametrizations["down_proj"][0].host is None

@@ -24,7 +24,6 @@ from torch.nn.utils import parametrize
 from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from kernelbook import runtime
 from kernelbook.interop import base_model
 from kernelbook.interop.transformers_attention import known_masks
 from kernelbook.interop.transformers_experts import (
@@ -35,6 +34,7 @@ from kernelbook.interop.transformers_experts import (
     expert_weights,
     is_experts,
     is_transposed,
+    offload_experts,
     stored,
     weight_names,
 )
@@ -44,7 +44,7 @@ from kernelbook.interop.transformers_loss import loss_in_pieces
 from kernelbook.interop.transformers_nvfp4 import NVFP4ExpertsConfig
 from kernelbook.interop.transformers_quantizer import NF4ExpertsConfig, NF4ExpertsQuantizer
 from kernelbook.nn.experts import LoRAPair, gated_experts
-from kernelbook.nn.offload import offload_layers, read_layer
+from kernelbook.nn.offload import read_layer
 from kernelbook.nn.parameters import quantizable, quantize_parameter
 from kernelbook.nn.swiglu import ClampedSwiGLU
 
@@ -196,22 +196,3 @@ def quantize_experts(model: torch.nn.Module, *, block_size: int = 64, double_qua
         base.hf_quantizer = NF4ExpertsQuantizer(settings, pre_quantized=True)  # type: ignore[assignment]
         base.config.quantization_config = settings
     return saved
-
-
-def offload_experts(model: torch.nn.Module) -> None:
-    """Keep the model's 4-bit experts in pinned host memory, and everything else on the GPU.
-
-    Two layers' experts are on the GPU at a time; while one layer computes, the next one's are copied. A model that is loaded
-    with ``device_map="cpu"`` never has more than that there. ``save_pretrained`` writes what it wrote before. Implementations
-    of the experts other than ``"kernelbook"`` copy all experts of a layer when they read them, and wait for it.
-
-    Raises:
-        ValueError: as :func:`check_experts`; or experts that are offloaded already, or of different shapes.
-        TypeError: an expert's weight is not in 4 bits, or LoRA pairs are parametrizations of it at the moment.
-    """
-    found = check_experts(model)
-    offload_layers([(experts, weight_names(experts)) for _, experts in found], runtime.DEVICE)
-    model.to(runtime.DEVICE)
-    base: Any = base_model(model)
-    if hasattr(base, "hf_device_map"):  # by which accelerate knows where a 4-bit model is
-        base.hf_device_map = {"": runtime.DEVICE}

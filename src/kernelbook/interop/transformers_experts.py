@@ -7,8 +7,11 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
+from kernelbook import runtime
+from kernelbook.interop import base_model
 from kernelbook.nf4 import NF4Tensor
 from kernelbook.nn.experts import Float8Tensor, Weight
+from kernelbook.nn.offload import offload_layers
 from kernelbook.nn.parameters import is_stored_transposed, stored_weight
 
 NAME = "kernelbook"
@@ -56,6 +59,25 @@ def check_experts(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
         if problem:
             raise ValueError(f"check_experts: {name} ({type(experts).__name__}) {problem}")
     return found
+
+
+def offload_experts(model: torch.nn.Module) -> None:
+    """Keep the model's 4-bit experts in pinned host memory, and everything else on the GPU.
+
+    Two layers' experts are on the GPU at a time; while one layer computes, the next one's are copied. A model that is loaded
+    with ``device_map="cpu"`` never has more than that there. ``save_pretrained`` writes what it wrote before. Implementations
+    of the experts other than ``"kernelbook"`` copy all experts of a layer when they read them, and wait for it.
+
+    Raises:
+        ValueError: as :func:`check_experts`; or experts that are offloaded already, or of different shapes.
+        TypeError: an expert's weight is not in 4 bits, or LoRA pairs are parametrizations of it at the moment.
+    """
+    found = check_experts(model)
+    offload_layers([(experts, weight_names(experts)) for _, experts in found], runtime.DEVICE)
+    model.to(runtime.DEVICE)
+    base: Any = base_model(model)
+    if hasattr(base, "hf_device_map"):  # by which accelerate knows where a 4-bit model is
+        base.hf_device_map = {"": runtime.DEVICE}
 
 
 def _problem_of(experts: Any) -> str | None:

@@ -20,7 +20,14 @@ from transformers.quantizers.quantizers_utils import get_module_from_name
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from kernelbook import arguments, runtime
-from kernelbook.interop.transformers_experts import check_experts, expert_weights, is_experts, stored, weight_names
+from kernelbook.interop.transformers_experts import (
+    check_experts,
+    expert_weights,
+    is_experts,
+    offload_experts,
+    stored,
+    weight_names,
+)
 from kernelbook.nf4 import BLOCK_SIZES, NF4Tensor, nf4_quantize
 from kernelbook.nn.parameters import store_parameter
 from kernelbook.packed import NESTED_BLOCK, quantized_scales
@@ -37,19 +44,26 @@ class NF4ExpertsConfig(QuantizationConfigMixin):
     Args:
         double_quant: quantize the scales too.
         block_size: weights that share a scale: 32, 64, ..., 4096.
+        offload: quantize on the GPU, one matrix at a time, and keep the experts in pinned host memory, as
+            :func:`~kernelbook.interop.transformers.offload_experts` does. It is not saved with the model.
 
     Raises:
         ValueError: ``block_size`` is another number.
     """
 
-    def __init__(self, double_quant: bool = False, block_size: int = 64, **others: Any) -> None:
+    def __init__(self, double_quant: bool = False, block_size: int = 64, offload: bool = False, **others: Any) -> None:
         block_size = arguments.integer("NF4ExpertsConfig", "block_size", block_size)
         arguments.check_choice("NF4ExpertsConfig", "block_size", block_size, BLOCK_SIZES)
         unknown = set(others) - {"quant_method"}  # which a saved configuration has
         if unknown:
-            raise TypeError(f"NF4ExpertsConfig: arguments must be double_quant and block_size, got {sorted(unknown)}")
+            raise TypeError(
+                f"NF4ExpertsConfig: arguments must be double_quant, block_size and offload, got {sorted(unknown)}"
+            )
         self.quant_method = METHOD  # type: ignore[assignment]
-        self.double_quant, self.block_size = bool(double_quant), block_size
+        self.double_quant, self.block_size, self.offload = bool(double_quant), block_size, bool(offload)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in super().to_dict().items() if name != "offload"}
 
     @property
     def bytes_a_weight(self) -> float:
@@ -125,6 +139,11 @@ class NF4ExpertsQuantizer(ExpertsQuantizer):
 
     quantization_config: NF4ExpertsConfig  # type: ignore[assignment]
 
+    def update_device_map(self, device_map: Any) -> Any:
+        """Where experts are to stay on the host everything is loaded there, and the rest goes to the GPU afterwards."""
+        to_host = self.quantization_config.offload and device_map is None
+        return {"": torch.device("cpu")} if to_host else super().update_device_map(device_map)
+
     def param_element_size(self, model: Any, param_name: str, param: torch.Tensor) -> float:
         """Bytes, by which transformers takes memory beforehand: by those of the dense form it would need that much."""
         if self.param_needs_quantization(model, param_name):
@@ -170,6 +189,8 @@ class NF4ExpertsQuantizer(ExpertsQuantizer):
                 raise ValueError(
                     f"from_pretrained: {module}.{name} must be in the checkpoint, and it is not, or in another shape"
                 )
+        if self.quantization_config.offload:
+            offload_experts(model)
         return self._loaded(model)
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[None, dict[str, Any]]:
