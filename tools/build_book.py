@@ -24,7 +24,7 @@ import yaml
 from ipykernel.kernelspec import write_kernel_spec
 from jupyter_cache import get_cache
 from jupyter_cache.base import CacheBundleIn
-from jupyter_cache.executors.utils import ExecutionResult, single_nb_execution
+from jupyter_cache.executors.utils import single_nb_execution
 from myst_nb.core.config import NbParserConfig
 from myst_nb.core.read import create_nb_reader
 from myst_parser.config.main import MdParserConfig
@@ -106,25 +106,20 @@ def kernels(*arguments: str) -> Iterator[Path]:
         os.environ["JUPYTER_PATH"] = os.pathsep.join(filter(None, [scratch, os.environ.get("JUPYTER_PATH")]))
         os.environ["PYDEVD_DISABLE_FILE_VALIDATION"] = "1"  # the debugger's warning about frozen modules
         # For what pages import, and Sphinx's extensions, beside this file.
-        os.environ["PYTHONPATH"] = os.pathsep.join(
-            filter(None, [str(ROOT), str(ROOT / "tools"), os.environ.get("PYTHONPATH")])
-        )
+        places = [str(ROOT), str(ROOT / "tools"), os.environ.get("PYTHONPATH")]
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, places))
         if AT_ONCE > 1:
             os.environ.setdefault("OMP_NUM_THREADS", "1")  # each core has a notebook
         yield Path(scratch)
 
 
-def execute(path: Path) -> ExecutionResult:
-    """The executed notebook, its seconds, and what went wrong."""
-    how = {"timeout": 600, "allow_errors": False, "kernel_name": "python3"}
-    return single_nb_execution(read(path), cwd=str(path.parent), **how)
-
-
 def execute_all(paths: list[Path], cache: Any) -> int:
     """Executes the notebooks; the number of those that failed."""
+    how = {"timeout": 600, "allow_errors": False, "kernel_name": "python3"}
     failed = 0
     with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
-        for path, done in zip(paths, pool.map(execute, paths), strict=True):
+        runs = pool.map(lambda path: single_nb_execution(read(path), cwd=str(path.parent), **how), paths)
+        for path, done in zip(paths, runs, strict=True):
             print(f"{path.name}: {done.time:.0f} s{', FAILED' if done.err else ''}", flush=True)
             if done.err:
                 print(done.err, file=sys.stderr)
@@ -175,8 +170,7 @@ def main(arguments: list[str]) -> int:
         cache = open_cache()
         new = [path for path in notebooks if not is_kept(cache, path)]
         if draft:
-            place = scratch / "cache"
-            shutil.copytree(EXECUTED, place)
+            place = shutil.copytree(EXECUTED, scratch / "cache")
             cache = get_cache(str(place))
             for path in new:
                 keep(cache, path, read(path), 0.0)

@@ -1,10 +1,10 @@
 """Builds the kernel repository for Hugging Face's ``kernels`` from the package: its sources, and what the library loads.
 
-    python tools/build_hub.py [--out _build/hub] [--backend cuda] [--version 1]
+    python tools/build_hub.py [--backend cuda]
 
 ``torch-ext/kernelbook`` are the rooms and the modules on top of them, with relative imports and with operators in the
 namespace that ``_ops.py`` gives: two versions then live in one process. ``build/torch-<backend>`` is the same, with the
-metadata that the library reads; their own builder makes it too, from ``build.toml``. Other files come from ``hub/``.
+metadata that the library reads; their own builder makes it too, from ``build.toml``, which has the version. Other files come from ``hub/``.
 """
 
 import argparse
@@ -106,17 +106,19 @@ def sources() -> dict[Path, str]:
     return found
 
 
-def build(out: Path, backend: str = "cuda", version: int = 1) -> Path:
-    """Writes the repository to ``out``, which is emptied before, and returns the folder that the library loads."""
+def build(out: Path, backend: str = "cuda", version: int | None = None) -> Path:
+    """Writes the repository to ``out``, which is emptied before, and returns the folder that the library loads.
+
+    ``version`` None is the one in ``build.toml``.
+    """
     files = sources()
+    settings = (ROOT / "hub" / "build.toml").read_text(encoding="utf-8")
+    version = version or int(settings.split("version = ")[1].split("\n")[0])
     content = hashlib.sha256(repr((version, sorted(files.items()))).encode()).hexdigest()[:12]
     unique = f"_{PACKAGE}_{backend}_{content}"
     shutil.rmtree(out, ignore_errors=True)
     shutil.copytree(ROOT / "hub", out, ignore=shutil.ignore_patterns(*ADDED, "__pycache__"))
     shutil.copy(ROOT / "LICENSE", out)
-    toml = out / "build.toml"
-    settings = replaced(toml.read_text(), "\nversion = 1\n", f"\nversion = {version}\n", "build.toml")
-    toml.write_text(settings)
     capabilities = json.loads(settings.split("cuda-capabilities = ")[1])
     variant = out / "build" / f"torch-{backend}"
     for folder in (out / "torch-ext" / PACKAGE, variant):
@@ -136,7 +138,7 @@ def build(out: Path, backend: str = "cuda", version: int = 1) -> Path:
         "version": version,
         "license": "Apache-2.0",
         "python-depends": [],
-        "backend": {"type": backend, **({"archs": capabilities} if backend == "cuda" else {})},
+        "backend": {"type": backend} | ({"archs": capabilities} if backend == "cuda" else {}),
         "digest": {"algorithm": "sha256", "files": digests},
     }
     (variant / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")
@@ -145,11 +147,8 @@ def build(out: Path, backend: str = "cuda", version: int = 1) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "_build" / "hub")
     parser.add_argument("--backend", choices=("cuda", "rocm", "cpu"), default="cuda")
-    parser.add_argument("--version", type=int, default=1)
-    given = parser.parse_args()
-    print(build(given.out, given.backend, given.version))
+    print(build(ROOT / "_build" / "hub", parser.parse_args().backend))
 
 
 if __name__ == "__main__":

@@ -18,10 +18,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 ID = "on-colab"
 EXTRAS = ("lab", "train", "interop")  # what chapters use
-KEPT = (
-    "torch",
-    "triton",
-)  # of the machine: its GPU's driver may be too old for newer ones, and they take minutes to load
+# Of the machine: its GPU's driver may be too old for newer ones, and they take minutes to load.
+KEPT = ("torch", "triton")
 
 CELL = """\
 # On Colab and Kaggle: fetches the book, installs its package, and says which
@@ -65,8 +63,7 @@ def project() -> dict[str, Any]:
     """What pyproject.toml says of the package."""
     import tomllib  # Python 3.11, which both places have
 
-    found: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    return found
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
 def commands(present: dict[str, str]) -> list[list[str]]:
@@ -83,9 +80,8 @@ def commands(present: dict[str, str]) -> list[list[str]]:
 def install() -> None:
     there = {distribution.name for distribution in importlib.metadata.distributions()}
     if absent := [name for name in KEPT if name not in there]:
-        raise SystemExit(
-            f"{' and '.join(absent)} must be installed here: pip install '{ROOT}[{','.join(EXTRAS)}]' brings both"
-        )
+        extras = ",".join(EXTRAS)
+        raise SystemExit(f"{' and '.join(absent)} must be installed here: pip install '{ROOT}[{extras}]' brings both")
     present = {name: importlib.metadata.version(name) for name in KEPT}
     if sentence := older(present["torch"]):
         print(sentence)

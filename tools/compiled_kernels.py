@@ -137,12 +137,12 @@ def _row(room: str, call: str, kernel: CompiledKernel) -> dict[str, Any]:
     fits = occupancy(kernel.registers, kernel.shared_bytes, kernel.num_warps, properties) if nvidia else None
     tiles = " ".join(f"{name}={value}" for name, value in kernel.constants.items() if name in TILES)
     row = {"room": room, "call": call, "kernel": kernel.name, "target": kernel.target, "tiles": tiles}
-    row |= {name: getattr(kernel, name) for name in ("num_warps", "num_stages", *FIGURES)}
+    figures = ("num_warps", "num_stages", "registers", "spill_bytes", "shared_bytes")
+    row |= {name: getattr(kernel, name) for name in figures}
     row["num_stages"] = kernel.constants.get("STAGES", kernel.num_stages)
     return row | {"programs": fits.programs if fits else "", "limit": fits.limit if fits else ""}
 
 
-FIGURES = ("registers", "spill_bytes", "shared_bytes")
 TILES = (
     "BLOCK_M", "BLOCK_N", "BLOCK_K", "BLOCK_D", "BLOCK_R", "BLOCK_L", "BLOCK_C", "BLOCK_P", "BLOCK_Q", "BLOCK_S", "BLOCK_G",
     "BLOCK_W", "BLOCK", "BLOCK_E", "NUM_BLOCKS", "SHARES", "NUM_SPLITS", "SPLIT", "UNROLL", "ROWS", "WARPGROUPS",
@@ -153,16 +153,13 @@ def table(reports: Path, targets: Sequence[str] = tuple(runtime.TARGETS)) -> pd.
     """The table of the page: what users get at the stated sizes."""
     of_rooms = OF_ROOMS | {"train": STATED}
     stated = [(room, call) for room in sorted(of_rooms) for call in of_rooms[room]]
-    found: list[list[CompiledKernel]] = [[] for _ in stated]
-    for alike in ([name for name in targets if name != "sm_75"], [name for name in targets if name == "sm_75"]):
-        if not alike:
-            continue
+    rows: dict[tuple[str, str], list[dict[str, Any]]] = {call: [] for call in stated}
+    both = [name for name in targets if name != "sm_75"], [name for name in targets if name == "sm_75"]
+    for alike in filter(None, both):
         codes = [code_of(room, alike[0], call) for room, call in stated]
-        for kernels, more in zip(found, compile_each(codes, alike, reports=reports, timeout_s=3000.0), strict=True):
-            kernels += more
-    return pd.DataFrame([
-        _row(*call, kernel) for call, kernels in zip(stated, found, strict=True) for kernel in kernels
-    ])  # fmt: skip
+        for call, kernels in zip(stated, compile_each(codes, alike, reports=reports, timeout_s=3000.0)):
+            rows[call] += [_row(*call, kernel) for kernel in kernels]
+    return pd.DataFrame(itertools.chain.from_iterable(rows.values()))
 
 
 def write_reports(kernels: Sequence[Any]) -> None:

@@ -28,8 +28,7 @@ def mathml(tex: str, display: str, node: nodes.Node | None = None) -> str:
     """
     plain = WORD.sub(_word, tex).replace("{aligned}", "{align*}").replace(r"\arg\min", r"\operatorname{argmin}")
     markup = convert(plain, display=display)
-    left = re.findall(r"\\[a-zA-Z]+|<mi>&</mi>", markup)
-    if left:
+    if left := re.findall(r"\\[a-zA-Z]+|<mi>&</mi>", markup):
         LOGGER.warning("formula: not understood: %s in %s", ", ".join(left), tex, location=node)
     return str(re.sub(r"<mtext>tt:(.*?)</mtext>", r'<mtext class="tt">\1</mtext>', markup))
 

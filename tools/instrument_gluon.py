@@ -4,6 +4,7 @@
 """
 
 import ast
+import contextlib
 import functools
 import json
 import linecache
@@ -17,20 +18,26 @@ import torch
 from kernelbook.lab.gluon import Event, GluonError, interpreted
 
 ROOT = Path(__file__).resolve().parent.parent
+WARPS = ("C0", "C1", "P")
+
+
+def definitions(stem: str) -> list[tuple[str, str]]:
+    """A notebook's imports, functions and constants as they stand there: names, empty of an import, and texts."""
+    cells = json.loads((ROOT / "notebooks" / f"{stem}.ipynb").read_text(encoding="utf-8"))["cells"]
+    found = []
+    for source in ("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"):
+        with contextlib.suppress(SyntaxError):  # of a cell that is not Python alone
+            for node in ast.parse(source).body:
+                name = ast.unparse(node.targets[0]) if isinstance(node, ast.Assign) else getattr(node, "name", "")
+                if name.isupper() or isinstance(node, (ast.FunctionDef, ast.Import, ast.ImportFrom)):
+                    first = min(n.lineno for n in [node, *getattr(node, "decorator_list", [])])
+                    found.append((name, "\n".join(source.splitlines()[first - 1 : node.end_lineno])))
+    return found
 
 
 def source_of_page() -> str:
-    """The chapter's imports, functions and constants, as they stand there; what runs or measures is left out."""
-    cells = json.loads((ROOT / "notebooks" / "gluon.ipynb").read_text(encoding="utf-8"))["cells"]
-    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-    parts = ['"""Kernels of the chapter on Gluon."""\n', code[0].replace("lab.enable()", "pass")]
-    for source in code[1:]:
-        for node in ast.parse(source).body:
-            constant = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).isupper()
-            if constant or isinstance(node, ast.FunctionDef):
-                first = min(n.lineno for n in [node, *getattr(node, "decorator_list", [])])
-                parts.append("\n".join(source.splitlines()[first - 1 : node.end_lineno]))
-    return "\n\n\n".join(parts) + "\n"
+    """The chapter's imports, functions and constants; what runs or measures is left out."""
+    return "\n\n\n".join(text for _, text in definitions("gluon")) + "\n"
 
 
 def module_of(source: str, name: str) -> ModuleType:
@@ -48,57 +55,42 @@ def page() -> Any:
     return module_of(source_of_page(), "gluon_page")
 
 
-def _changes(
-    stages: int, before: list[Any], codes: dict[str, dict[int, str]], words: dict[str, dict[int, str]]
-) -> list[Any]:
-    """Cells that differ from those of ``before``, which is brought up to date."""
-    now = [
-        [name, s, codes[name].get(s, "."), [words[name].get(s, "")]]
-        for name, count in (("tiles", stages), ("full", stages), ("empty", stages), ("warps", 3))
-        for s in range(count)
-    ]
-    changed = [cell for cell in now if cell not in before]
-    before[:] = now
-    return changed
-
-
 def _frames(events: list[Event], stages: int, most: int) -> list[dict[str, Any]]:
     """What the events do to buffers, barriers and warps."""
-    codes: dict[str, dict[int, str]] = {"tiles": {}, "full": {}, "empty": {}, "warps": dict.fromkeys(range(3), "g")}
-    words: dict[str, dict[int, str]] = {"tiles": {}, "warps": {0: "C0", 1: "C1", 2: "P"}}
-    words |= {name: dict.fromkeys(range(stages), "0") for name in ("full", "empty")}
-    shown: list[Any] = []
-    frames = [
-        {
-            "set": _changes(stages, shown, codes, words),
-            "note": "All buffers are empty, and every barrier is in phase 0.",
-        }
-    ]
+    # By panel and cell its code and its word.
+    now = {("tiles", slot): (".", "") for slot in range(stages)}
+    now |= {(barrier, slot): (".", "0") for barrier in ("full", "empty") for slot in range(stages)}
+    now |= {("warps", partition): ("g", word) for partition, word in enumerate(WARPS)}
+    before: dict[tuple[str, int], tuple[str, str]] = {}
+    frames: list[dict[str, Any]] = []
+
+    def show(note: str) -> None:
+        changed = [[*cell, code, [word]] for cell, (code, word) in now.items() if before.get(cell) != (code, word)]
+        frames.append({"set": changed, "note": note})
+        before.update(now)
+
+    show("All buffers are empty, and every barrier is in phase 0.")
     landed: dict[int, int] = {}
     for event in events:
         slot = int(event.what.split("[")[1][:-1]) if "[" in event.what else 0
         barrier = event.what.split("[")[0]
         if event.kind == "copy" and barrier == "a_smem":
-            codes["tiles"][slot], landed[slot] = "a", 0
+            now["tiles", slot], landed[slot] = ("a", ""), 0
         elif event.kind == "land":
             landed[slot] += 1
             if landed[slot] == 2:
-                codes["tiles"][slot] = "b"
+                now["tiles", slot] = "b", ""
         elif event.kind == "product":
-            codes["tiles"][slot], codes["warps"][event.partition] = "c", "c"
+            now["tiles", slot] = "c", ""
         elif event.kind == "ends":
-            words[barrier][slot] = str(event.phase + 1)
-            codes[barrier][slot] = "bd"[event.phase % 2]
+            now[barrier, slot] = "bd"[event.phase % 2], str(event.phase + 1)
             if barrier == "empty":
-                codes["tiles"][slot] = "."
-        elif event.kind == "wait":
-            codes["warps"][event.partition] = "x"
-        elif event.kind == "pass":
-            codes["warps"][event.partition] = "g"
+                now["tiles", slot] = ".", ""
+        if code := {"product": "c", "wait": "x", "pass": "g"}.get(event.kind):
+            now["warps", event.partition] = code, WARPS[event.partition]
         half = (event.kind == "copy" and barrier == "b_smem") or (event.kind == "land" and landed[slot] < 2)
-        if half or event.kind == "expect":
-            continue
-        frames.append({"set": _changes(stages, shown, codes, words), "note": _note(event)})
+        if not half and event.kind != "expect":
+            show(_note(event))
     return frames[:most]
 
 
@@ -123,13 +115,12 @@ def gluon() -> dict[str, Any]:
     """Producer and consumers of one tile, with two and three buffers, and with the producer's phase wrong."""
     a, b = torch.ones(128, 320, dtype=torch.float16), torch.ones(320, 256, dtype=torch.float16)
     right, runs = page(), []
-    wrong = module_of(
-        source_of_page().replace("((count // STAGES) & 1) ^ 1)", "(count // STAGES) & 1)"), "gluon_page_wrong"
-    )
+    source = source_of_page().replace("((count // STAGES) & 1) ^ 1)", "(count // STAGES) & 1)")
+    wrong = module_of(source, "gluon_page_wrong")
     for name, kernels, stages in (
         ("two buffers", right, 2), ("three buffers", right, 3), ("two buffers, the producer's phase wrong", wrong, 2)
     ):  # fmt: skip
-        end, events = "the product is right", []
+        end = "the product is right"
         with interpreted() as launches:
             try:
                 c = kernels.specialized(a, b, kernel=kernels._matmul_specialized_kernel, STAGES=stages)

@@ -43,11 +43,6 @@ INLINE_CODE = re.compile(r"(<code\b[^>]*>)(.*?)(?=</code>)", re.DOTALL)
 CELL, LABEL_WIDTH = 26, 92  # of a still picture, in its units
 
 
-def _source(node: nodes.literal_block) -> bool:
-    parent = node.parent
-    return isinstance(parent, nodes.container) and parent.get("nb_element") == "cell_code_source"
-
-
 def _code(source: str) -> list[str]:
     """The lines without indentation, remarks and the names of kernels: a line that moved into a loop is no other line."""
     source = re.sub(r"\b_\w+_kernel\b", "_kernel", source)
@@ -59,10 +54,9 @@ def changed_lines(source: str, earlier: list[str]) -> set[int]:
     """The lines of a function, from 1 on, that the most similar of the ``earlier`` ones does not have; none if none is similar."""
     after = _code(source)
     matchers = [difflib.SequenceMatcher(None, _code(before), after, autojunk=False) for before in earlier]
-    matchers = [matcher for matcher in matchers if matcher.ratio() >= SIMILAR]
-    if not matchers:
+    best = max(reversed(matchers), key=lambda matcher: matcher.ratio(), default=None)
+    if best is None or best.ratio() < SIMILAR:
         return set()
-    best = max(reversed(matchers), key=lambda matcher: matcher.ratio())
     found = [range(low + 1, high + 1) for kind, _, _, low, high in best.get_opcodes() if kind != "equal"]
     return {line for lines in found for line in lines if after[line - 1]}
 
@@ -102,7 +96,7 @@ def highlighted(source: str, earlier: list[str]) -> list[int]:
     return sorted(found)
 
 
-def mark_changes(doctree: nodes.document) -> None:
+def mark_changes(app: Any, doctree: nodes.document, docname: str) -> None:
     """Highlights, in functions that mark lines as new, what the most similar function before does not have.
 
     Lines that hand a number to the text of the page, and remarks to tools that format and check, are no part of the lesson:
@@ -114,12 +108,10 @@ def mark_changes(doctree: nodes.document) -> None:
         if text != block.astext() and text:
             block.rawsource = text
             block.children[:] = [nodes.Text(text)]
-        if not _source(block):
+        cell = isinstance(block.parent, nodes.container) and block.parent.get("nb_element") == "cell_code_source"
+        if not cell or ("@triton.jit" not in text and "@gluon.jit" not in text):
             continue
-        if "@triton.jit" not in text and "@gluon.jit" not in text:
-            continue
-        lines = highlighted(text, earlier)
-        if lines:
+        if lines := highlighted(text, earlier):
             block.setdefault("highlight_args", {})["hl_lines"] = lines
         earlier += [source for _, source in functions(text)]
 
@@ -128,10 +120,9 @@ def _definitions(app: Any) -> dict[str, str]:
     """The glossary as text, by the id of each term."""
     found = {}
     for item in app.env.get_doctree(GLOSSARY).findall(nodes.definition_list_item):
-        definition = item.next_node(nodes.definition)
+        definition = " ".join(item.next_node(nodes.definition).astext().split())
         for term in item.findall(nodes.term):
-            for name in term["ids"]:
-                found[name] = " ".join(definition.astext().split())
+            found |= dict.fromkeys(term["ids"], definition)
     return found
 
 
@@ -148,20 +139,17 @@ def still_picture(recording: dict[str, Any]) -> str:
                     cells[start : start + len(codes)] = codes
                     for i, word in enumerate(words[0] if words else []):
                         texts[start + i] = word
-        parts = [f'<text x="0" y="{height + 17}" class="name">{html.escape(panel["label"])}</text>']
+        panels.append(f'<text x="0" y="{height + 17}" class="name">{html.escape(panel["label"])}</text>')
         size = min(CELL, (640 - LABEL_WIDTH) / panel["columns"])
         for i, (code, word) in enumerate(zip(cells, texts, strict=True)):
             x = LABEL_WIDTH + i % panel["columns"] * size
             y = height + i // panel["columns"] * size
             kind = "none" if code == "." else code
-            parts.append(
-                f'<rect x="{x:.1f}" y="{y:.1f}" width="{size - 2:.1f}" height="{size - 2:.1f}" rx="3" class="c-{kind}"/>'
-            )
+            square = f'x="{x:.1f}" y="{y:.1f}" width="{size - 2:.1f}" height="{size - 2:.1f}" rx="3"'
+            panels.append(f'<rect {square} class="c-{kind}"/>')
             if word:
-                parts.append(
-                    f'<text x="{x + size / 2 - 1:.1f}" y="{y + size / 2 + 3:.1f}" class="word">{html.escape(word)}</text>'
-                )
-        panels += parts
+                middle = f'x="{x + size / 2 - 1:.1f}" y="{y + size / 2 + 3:.1f}"'
+                panels.append(f'<text {middle} class="word">{html.escape(word)}</text>')
         height += round(panel["rows"] * size) + 12
     facts = "; ".join(f"{name}: {value}" for name, value in run["facts"].items())
     title = f"<title>{html.escape(recording['title'])}</title><desc>{html.escape(facts)}</desc>"
@@ -225,9 +213,9 @@ class Question(SphinxDirective):
 FOLDED = re.compile(r"Exercises$|A detour")
 
 
-def fold_sections(doctree: nodes.document) -> None:
+def fold_sections(app: Any, doctree: nodes.document, docname: str) -> None:
     """Puts what is under some headings of a chapter into ``details``."""
-    for section in list(doctree.findall(nodes.section)):
+    for section in list(doctree.findall(nodes.section)) if docname.startswith("notebooks/") else []:
         title = section.next_node(nodes.title)
         if title is None or title.parent is not section or not FOLDED.match(title.astext()):
             continue
@@ -236,12 +224,6 @@ def fold_sections(doctree: nodes.document) -> None:
         what = f"Show the {count} exercises" if count else "Show this section"
         section.insert(place, nodes.raw("", f'<details class="section"><summary>{what}</summary>', format="html"))
         section.append(nodes.raw("", "</details>", format="html"))
-
-
-def _on_doctree(app: Any, doctree: nodes.document, docname: str) -> None:
-    mark_changes(doctree)
-    if docname.startswith("notebooks/"):
-        fold_sections(doctree)
 
 
 def with_breaks(body: str) -> str:
@@ -305,8 +287,7 @@ def _icons(scripts: Path, names: set[str]) -> str:
         ".fa-lg{font-size:1.25em}"
     ]
     for name in sorted(names):
-        found = re.search(rf'[{{,]"?{re.escape(name)}"?:\[(\d+),(\d+),\[[^\]]*\],"[^"]*","([^"]+)"\]', source)
-        if found:
+        if found := re.search(rf'[{{,]"?{re.escape(name)}"?:\[(\d+),(\d+),\[[^\]]*\],"[^"]*","([^"]+)"\]', source):
             width, height, path = found.groups()
             svg = f"%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}'%3E%3Cpath d='{path}'/%3E%3C/svg%3E"
             rules.append(f'.fa-{name}{{--icon:url("data:image/svg+xml,{svg}")}}')
@@ -362,15 +343,11 @@ def _lighten(app: Any, exception: Exception | None) -> None:
         parts = UNUSED.sub("", text)
         if page.name != "search.html":
             parts = SEARCH.sub("", parts)
-        parts = parts.replace(
-            '<div role="list" class="citation-list">', '<div class="citation-list">'
-        )  # its items are none
+        parts = parts.replace(' role="list" class="citation-list"', ' class="citation-list"')  # its items are none
         parts = with_views(with_files(parts, page, out), out)
         # A script sets the theme that a reader wants; without scripts code would have no colours.
         parts = parts.replace(' data-theme="auto"', "")
-        parts = parts.replace(
-            '<html lang="en" data-content_root', '<html lang="en" data-theme="light" data-content_root'
-        )
+        parts = parts.replace(' lang="en" data-content_root', ' lang="en" data-theme="light" data-content_root')
         page.write_text(parts, encoding="utf-8")
     script = out / "_static" / "scripts" / "fontawesome.js"
     if script.exists():
@@ -384,7 +361,8 @@ def setup(app: Any) -> dict[str, bool]:
     app.add_directive("instrument", Instrument)
     app.add_directive("question", Question)
     app.connect("builder-inited", _text_only_index)
-    app.connect("doctree-resolved", _on_doctree)
+    app.connect("doctree-resolved", mark_changes)
+    app.connect("doctree-resolved", fold_sections)
     app.connect("html-page-context", _on_page)
     app.connect("build-finished", _lighten, priority=900)  # after static files are in place
     return {"parallel_read_safe": True, "parallel_write_safe": True}

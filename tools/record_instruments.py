@@ -11,7 +11,6 @@ right choice, and is computed; ``asked`` is the index of the run that the questi
 """
 
 import argparse
-import ast
 import contextlib
 import dataclasses
 import json
@@ -48,30 +47,20 @@ Recording = dict[str, Any]
 
 
 def from_notebook(stem: str, *names: str) -> ModuleType:
-    """A module with these functions and constants of a notebook, in its order; of several with one name, the first."""
-    cells = json.loads((ROOT / "notebooks" / f"{stem}.ipynb").read_text(encoding="utf-8"))["cells"]
-    found: dict[str, str] = {}
-    for source in ("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"):
-        wanted = any(name in source for name in names)  # other cells need not be Python alone
-        for node in ast.parse(source).body if wanted else []:
-            name = ast.unparse(node.targets[0]) if isinstance(node, ast.Assign) else getattr(node, "name", "")
-            if name in names:
-                found.setdefault(name, ast.unparse(node))
-    if missing := set(names) - set(found):
-        raise ValueError(f"from_notebook: {stem}.ipynb has no {', '.join(sorted(missing))}")
-    head = "import torch\nimport triton\nimport triton.language as tl"
-    return instrument_gluon.module_of("\n\n\n".join([head, *found.values()]) + "\n", f"{stem}_kernels")
+    """A module with these functions and constants of a notebook; of several with one name, the first."""
+    found = {name: text for name, text in reversed(instrument_gluon.definitions(stem)) if name in names}
+    parts = ["import torch\nimport triton\nimport triton.language as tl", *(found[name] for name in names)]
+    return instrument_gluon.module_of("\n\n\n".join(parts) + "\n", f"{stem}_kernels")
 
 
 @dataclasses.dataclass
 class Access:
-    """One operation of one program on a tensor: the elements that it touches, and how many a mask kept it from."""
+    """One operation of one program on a tensor, and the elements that it touches."""
 
     program: tuple[int, int, int]
     kind: str  # load | store | atomic | barrier
     tensor: str
     elements: list[int]
-    masked: int
 
 
 @contextlib.contextmanager
@@ -87,7 +76,7 @@ def watch(programs: list[int] | None = None, **tensors: torch.Tensor) -> Iterato
     def note(kind: str, pointers: Any = None, mask: Any = None) -> None:
         program = tuple(int(i) for i in builder.grid_idx)
         if pointers is None:
-            seen.append(Access(program, kind, "", [], 0))
+            seen.append(Access(program, kind, "", []))
             return
         addresses = np.asarray(pointers.data).astype(np.int64).ravel()
         wanted = True if mask is None else np.broadcast_to(mask.data, pointers.data.shape).ravel()
@@ -95,8 +84,7 @@ def watch(programs: list[int] | None = None, **tensors: torch.Tensor) -> Iterato
             places = (addresses - tensor.data_ptr()) // tensor.element_size()
             inside = wanted & (places >= 0) & (places < tensor.numel())
             if inside.any():
-                masked = int(np.sum(~np.broadcast_to(wanted, addresses.shape)))
-                seen.append(Access(program, kind, name, places[inside].tolist(), masked))
+                seen.append(Access(program, kind, name, places[inside].tolist()))
 
     def noted(name: str, kind: str, *arguments: int) -> Callable[..., Any]:
         """An operation that is noted; ``arguments`` are the places of its pointers and its mask."""
@@ -181,14 +169,14 @@ def first_kernel() -> Recording:
         for access in seen:
             what = "loads" if access.kind == "load" else "stores"
             low, high = access.elements[0], access.elements[-1] + 1
-            outside = list(range(high, high + access.masked))
+            outside = list(range(high, low + block))
             note = f"Program {access.program[0]} {what} {access.tensor}[{low}:{high}]."
             if outside:
                 note += f" Its mask keeps it from {len(outside)} more, which do not exist."
             code = "a" if access.kind == "load" else "b"
             frames.show(note, *(cells(access.tensor, access.elements, code) + cells(access.tensor, outside, "x")))
         moved = sum(4 * len(access.elements) for access in seen)
-        masked = sum(access.masked for access in seen if access.kind == "store")
+        masked = sum(block - len(access.elements) for access in seen if access.kind == "store")
         facts = {"programs": programs, "bytes read and written": moved, "elements masked off": masked}
         runs.append(frames.as_run(f"BLOCK = {block}", facts))
     moved = {run["facts"]["bytes read and written"] for run in runs}
@@ -357,15 +345,13 @@ def attention_online() -> Recording:
             factor = np.exp(before - maximum)
             shrunk = bool(i > 0 and factor < 1)
             shrinks += shrunk
-            change = [["scores", i * tile, "b" * tile]]
-            if i:
-                change.insert(0, ["scores", (i - 1) * tile, "a" * tile])
+            seen = [["scores", (i - 1) * tile, "a" * tile]] if i else []
             note = f"After tile {i + 1}: m = {maximum:.2f}, l = {total:.2f}, a / l = {a / total:.3f}."
             if shrunk:
                 note += f" The maximum grew: what was summed so far is multiplied by {factor:.3f}."
             elif i:
                 note += " The maximum stayed, and the factor is 1."
-            frames.show(note, *change)
+            frames.show(note, *seen, ["scores", i * tile, "b" * tile])
         whole = float(torch.softmax(scores.double(), 0) @ v[0, :, 0].double())
         facts = {
             "tiles that shrink the sum": shrinks,
@@ -453,10 +439,8 @@ def choosing_tiles() -> Recording:
         ms = float(times.loc[times["shape"].str.endswith(tiles.format(*config)), "ms"].iloc[0])
         warps, shared = kernel.num_warps, kernel.shared_bytes // 1024
         found = compiled.occupancy(kernel.registers, kernel.shared_bytes, warps, h200)
-        frames = Frames(
-            f"A program takes {kernel.registers} registers a lane in {warps} warps, and {shared} KiB of shared memory.",
-            ["warps", 0, "." * places],
-        )
+        takes = f"{kernel.registers} registers a lane in {warps} warps, and {shared} KiB of shared memory"
+        frames = Frames(f"A program takes {takes}.", ["warps", 0, "." * places])
         for program in range(found.programs):
             places_of = ["warps", program * warps, "abcdef"[program % 6] * warps]
             frames.show(f"Program {program + 1} finds room.", places_of)
@@ -469,17 +453,18 @@ def choosing_tiles() -> Recording:
             "occupancy": f"{found.share:.0%}",
             "measured, ms": f"{ms:.3f}",
         }
-        measured.append((found.share, ms))
-        runs.append(frames.as_run(f"{config[0]} by {config[1]}, {warps} warps", facts))
-    fastest = min(range(len(measured)), key=lambda i: measured[i][1])
-    shares = [share for share, _ in measured]
+        name = f"{config[0]} by {config[1]}, {warps} warps"
+        measured.append((ms, found.share, name))
+        runs.append(frames.as_run(name, facts))
+    _, share, fastest = min(measured)
+    fullest = max(share for _, share, _ in measured)
     return {
         "title": "Programs on one multiprocessor of an H200",
         "question": "Six tiles for one product. Does the one with the highest occupancy take the least time?",
         "choices": ["yes", "no"],
-        "answer": 0 if shares[fastest] == max(shares) else 1,
+        "answer": 0 if share == fullest else 1,
         "asked": 4,
-        "because": f"The fastest of the six, {runs[fastest]['name']}, fills {shares[fastest]:.0%} of the places for warps; the fullest fills {max(shares):.0%}.",
+        "because": f"The fastest of the six, {fastest}, fills {share:.0%} of the places for warps; the fullest fills {fullest:.0%}.",
         "control": "tile",
         "panels": [panel("warps", "64 places for warps", 16, 4)],
         "legend": {"a": "warps of a program, a colour each", "g": "places that stay empty"},
@@ -505,7 +490,6 @@ def nf4() -> Recording:
         with watch(packed=packed, absmax=absmax, code=book, out=out) as seen:
             kernel[(1,)](packed, absmax, book, out, n, BLOCK_SIZE=block, BLOCK=lanes)
         by = {access.tensor: access.elements for access in seen}
-        asked = {tensor: len(elements) for tensor, elements in by.items()}
         frames = Frames(
             "Eight bytes hold sixteen codes. The first code of a byte is its high half.",
             ["packed", 0, "." * (n // 2), [f"{byte:02x}" for byte in packed.tolist()]],
@@ -528,7 +512,7 @@ def nf4() -> Recording:
             if lane:
                 change = [["code", 0, "." * 16], *change]
             frames.show(f"Lane {lane} loads byte {byte}: {halves}.", *change)
-        facts = {"loads of a byte": asked["packed"], "loads of a scale": asked["absmax"], "outputs a lane": each}
+        facts = {"loads of a byte": len(by["packed"]), "loads of a scale": len(by["absmax"]), "outputs a lane": each}
         runs.append(frames.as_run(name, facts))
     simple = runs[0]["facts"]["loads of a byte"]
     return {
@@ -579,14 +563,11 @@ def moe_lora() -> Recording:
             )  # fmt: skip
         codes = "abcd"
         by_pair = "".join(codes[e] for e in ids.flatten().tolist())
-        frames = Frames(
-            f"{tokens} tokens, two experts each: {rows} rows, in the order of the tokens. A colour is an expert.",
-            ["pairs", 0, by_pair],
-        )
-        frames.show(
-            "Sorted by expert. " + ", ".join(f"expert {e} has {count}" for e, count in enumerate(counts)) + " rows.",
-            ["sorted", 0, "".join(by_pair[p] for p in routing.order.tolist())],
-        )
+        note = f"{tokens} tokens, two experts each: {rows} rows, in the order of the tokens. A colour is an expert."
+        frames = Frames(note, ["pairs", 0, by_pair])
+        note = ", ".join(f"expert {e} has {count}" for e, count in enumerate(counts))
+        by_expert = "".join(by_pair[p] for p in routing.order.tolist())
+        frames.show(f"Sorted by expert. {note} rows.", ["sorted", 0, by_expert])
         stores = {access.program[0]: access for access in seen if access.tensor == "y"}
         for program in range(room):
             if program not in stores:
@@ -594,18 +575,14 @@ def moe_lora() -> Recording:
                 continue
             expert, first, count = tiles[program]
             written = sorted({element // n for element in stores[program].elements})
-            frames.show(
-                f"Program {program}: expert {expert}, {count} rows of a tile of {height}, written straight to their places.",
-                *cells("sorted", list(range(first, first + count)), "e"),
-                *cells("y", written, codes[expert]),
-            )
+            note = f"Program {program}: expert {expert}, {count} rows of a tile of {height}, written straight to their places."
+            frames.show(note, ["sorted", first, "e" * count], *cells("y", written, codes[expert]))
         facts = {
             "tiles": len(tiles),
             "programs that are launched": room,
             "rows of tiles for each real row": f"{len(tiles) * height / rows:.2f}",
         }
         runs.append(frames.as_run(name, facts))
-    room = runs[0]["facts"]["programs that are launched"]
     choices = [str(rows // height), str(room), str(rows)]
     return {
         "title": "Rows, experts, tiles",
@@ -632,6 +609,12 @@ def sparse_linear() -> Recording:
     d_out = chunk * chunks
     generator = torch.Generator().manual_seed(0)
     x, dy = torch.randn(m, d_in, generator=generator), torch.randn(m, d_out, generator=generator)
+    # By tensor the cell of an element, and what a program does with it.
+    places = {
+        "x": (lambda e: e % d_in // 16, "loads its columns of X"),
+        "dy": (lambda e: e % d_out // chunk, "loads the columns of dY that its id names"),
+        "dw": (lambda e: (e % d_in // 16) * chunks + e // d_in // chunk, "writes its tile of dW"),
+    }
     runs = []
     for active in ([5], [5, 1], [5, 1, 6, 2], list(range(chunks))):
         ids, dw = torch.tensor(active), torch.zeros(d_out, d_in)
@@ -641,19 +624,10 @@ def sparse_linear() -> Recording:
             )  # fmt: skip
         frames = Frames(f"{len(active)} of {chunks} chunks are active: {', '.join(map(str, active))}.")
         for access in seen:
-            if access.tensor == "x":
-                change = cells("x", sorted({e % d_in // 16 for e in access.elements}), "a")
-                what = "loads its columns of X"
-            elif access.tensor == "dy":
-                change = cells("dy", sorted({e % d_out // chunk for e in access.elements}), "a")
-                what = "loads the columns of dY that its id names"
-            else:
-                places = sorted({(e % d_in // 16) * chunks + e // d_in // chunk for e in access.elements})
-                change = cells("dw", places, "b")
-                what = "writes its tile of dW"
-            frames.show(
-                f"Program {access.program[0]}, {access.program[1]} (chunk {active[access.program[0]]}) {what}.", *change
-            )
+            program, tile, _ = access.program
+            place, what = places[access.tensor]
+            change = cells(access.tensor, sorted({*map(place, access.elements)}), "b" if access.tensor == "dw" else "a")
+            frames.show(f"Program {program}, {tile} (chunk {active[program]}) {what}.", *change)
         once = {name: len({e for a in seen if a.tensor == name for e in a.elements}) for name in ("x", "dy", "dw")}
         facts = {
             "elements of dY that are read": once["dy"],
@@ -718,9 +692,6 @@ def scatter_ffn() -> Recording:
         drawn, last = 0, -1
         for access in seen:
             program, code = access.program[0], "abcd"[access.program[0]]
-            if access.kind == "barrier":
-                continue
-            row = access.elements[0] // block
             if access.tensor == "tickets" and access.kind == "store":
                 frames.show(f"Program {program} sets the counter back to 0.", ["tickets", 0, code, ["0"]])
             elif access.tensor == "tickets":
@@ -728,12 +699,10 @@ def scatter_ffn() -> Recording:
                 show_ticket(frames, program, drawn, split)
             elif access.tensor == "y":
                 frames.show(f"Program {program} writes the total.", ["y", 0, code * block])
-            elif access.kind == "store":
-                frames.show(
-                    f"Program {program} writes its part to its own row.", ["partial", row * block, code * block]
-                )
-            else:
-                frames.show(f"Program {program} adds row {row}.", ["partial", row * block, "e" * block])
+            elif access.tensor == "partial":
+                row, own = access.elements[0] // block, access.kind == "store"
+                what = "writes its part to its own row" if own else f"adds row {row}"
+                frames.show(f"Program {program} {what}.", ["partial", row * block, (code if own else "e") * block])
         facts = {
             "who adds up": f"program {last}",
             "order of the additions": "0, 1, 2, 3",
@@ -824,7 +793,7 @@ def attention_decoding() -> Recording:
     keys = shares * tile
     generator = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(1, rows, d, generator=generator) for rows in (1, keys, keys))
-    runs, merged_by, outputs = [], [], []
+    runs, outputs = [], []
     for name, order in {"0, 1, 2, 3": [0, 1, 2, 3], "3, 2, 1, 0": [3, 2, 1, 0], "2, 0, 3, 1": [2, 0, 3, 1]}.items():
         o, part, lse = torch.zeros(1, 1, d), torch.zeros(1, shares, tile, d), torch.zeros(1, shares, tile)
         tickets = torch.zeros(1, dtype=torch.int32)
@@ -843,9 +812,8 @@ def attention_decoding() -> Recording:
                 read = sorted({element // d for element in access.elements})
                 frames.show(f"Program {program} walks over its split of the keys.", *cells("k", read, mine))
             elif access.tensor == "lse" and access.kind == "store":
-                frames.show(
-                    "It stores its part: the mean of its values, and its log-sum-exp.", ["parts", program, mine]
-                )
+                note = "It stores its part: the mean of its values, and its log-sum-exp."
+                frames.show(note, ["parts", program, mine])
             elif access.kind == "atomic":
                 drawn += 1
                 show_ticket(frames, program, drawn, shares)
@@ -853,12 +821,10 @@ def attention_decoding() -> Recording:
                 frames.show("It puts the counter back to zero for the next launch.", ["tickets", 0, ".", ["0"]])
             elif access.tensor == "o":
                 merging = program
-                frames.show(
-                    f"Program {program} has read all parts in their order, and stores the output.", ["o", 0, mine]
-                )
-        merged_by.append(merging)
+                note = f"Program {program} has read all parts in their order, and stores the output."
+                frames.show(note, ["o", 0, mine])
         runs.append(frames.as_run(name, {"launches": 1, "merged by program": merging}))
-    assert len(set(merged_by)) > 1
+    assert len({run["facts"]["merged by program"] for run in runs}) > 1
     assert all(torch.equal(o, outputs[0]) for o in outputs)
     return {
         "title": "Four programs, one head",
@@ -894,17 +860,11 @@ def sparse_training() -> Recording:
         frames = Frames(f"{chunks} chunks across, time goes down. {active} may be chosen in a step.")
         for step, asked in enumerate(chosen):
             where = set(teacher.planted_chunks(step).tolist())
-            row = [
-                "c" if i in asked & where else "g" if i in asked else "x" if i in where else "." for i in range(chunks)
-            ]
-            hit = len(asked & where)
-            frames.show(
-                f"Step {step}: {hit} of the {len(where)} chunks with the gradient are chosen.",
-                ["steps", step * chunks, "".join(row)],
-            )
-        recall = float(np.mean([score["recall"] for score in scores]))
-        found[name] = recall
-        runs.append(frames.as_run(name, {"found, in the mean": f"{recall:.0%}"}))
+            row = [".xgc"[2 * (i in asked) + (i in where)] for i in range(chunks)]
+            note = f"Step {step}: {len(asked & where)} of the {len(where)} chunks with the gradient are chosen."
+            frames.show(note, ["steps", step * chunks, "".join(row)])
+        found[name] = float(np.mean([score["recall"] for score in scores]))
+        runs.append(frames.as_run(name, {"found, in the mean": f"{found[name]:.0%}"}))
     assert found["random"] < found["ema_topk"] < found["oracle"]
     return {
         "title": "Chosen chunks over time",
@@ -986,14 +946,13 @@ def launches() -> Recording:
         frames = Frames("Sixteen calls of one kernel. Nothing is compiled yet.")
         for call, (tensor, n) in enumerate(arguments):
             key = Launch._key(0, (tensor, n))[0]
-            new = key not in known
-            known += [key] * new
+            what = "finds" if key in known else "compiles"
+            known += [key] * (key not in known)
             kernel = known.index(key)
-            what = "compiles" if new else "finds"
-            changes = [["calls", call, "abcdef"[kernel % 6]], ["kernels", kernel, "abcdef"[kernel % 6]]]
+            code = "abcdef"[kernel % 6]
             begin = f", {tensor.storage_offset() * tensor.element_size()} bytes in" if tensor.storage_offset() else ""
             note = f"Call {call + 1}, {str(tensor.dtype).removeprefix('torch.')}{begin}, N = {n}: {what} kernel {kernel + 1}."
-            frames.show(note, *changes)
+            frames.show(note, ["calls", call, code], ["kernels", kernel, code])
         runs.append(frames.as_run(name, {"calls": len(arguments), "kernels compiled": len(known)}))
     compiled = runs[0]["facts"]["kernels compiled"]
     choices = ["1", "2", "16"]
@@ -1028,21 +987,12 @@ def several_gpus() -> Recording:
             row = "".join("c" if there else "." for there in goes[token].tolist())
             asked = torch.bincount(ids[token] // (experts // gpus), minlength=gpus).tolist()
             words = [str(count) if count else "" for count in asked]
-            frames.show(
-                f"Token {token}: {slots} experts, on {int(goes[token].sum())} GPUs. A number says how many it asks for there.",
-                ["goes", token * gpus, row, words],
-            )
+            there = int(goes[token].sum())
+            note = f"Token {token}: {slots} experts, on {there} GPUs. A number says how many it asks for there."
+            frames.show(note, ["goes", token * gpus, row, words])
         pairs, rows = tokens * slots, int(goes.sum())
-        runs.append(
-            frames.as_run(
-                f"{slots} expert{'s' * (slots > 1)} a token",
-                {
-                    "rows, if each pair travelled": pairs,
-                    "rows, once to each GPU": rows,
-                    "share": f"{rows / pairs:.0%}",
-                },
-            )
-        )
+        facts = {"rows, if each pair travelled": pairs, "rows, once to each GPU": rows, "share": f"{rows / pairs:.0%}"}
+        runs.append(frames.as_run(f"{slots} expert{'s' * (slots > 1)} a token", facts))
     rows = [run["facts"]["rows, once to each GPU"] for run in runs]
     return {
         "title": "Where tokens travel",
@@ -1062,7 +1012,6 @@ def bytes_in_flight() -> Recording:
     """How much an SM gets of its memory's bandwidth, by how much it has asked for: Little's law, played."""
     gpu, latency, piece, step, end = runtime.TARGETS["sm_90"], 600, 512, 75, 1500  # nanoseconds, bytes
     rate = 4800 / gpu.num_sms  # bytes a nanosecond, by the data sheet
-    room = 64
     runs = []
     for kib in (4, 8, 16, 32):
         slots = kib * 1024 // piece
@@ -1095,7 +1044,7 @@ def bytes_in_flight() -> Recording:
         "because": f"Bandwidth times latency, {rate * latency / 1024:.0f} KiB, have to be on their way. Whoever asks for less waits with nothing to do.",
         "control": "asked for at any time",
         "panels": [
-            panel("way", "on their way, a cell is 512 bytes", room),
+            panel("way", "on their way, a cell is 512 bytes", 64),
             panel("there", f"there after {end} ns", 32, 4),
         ],
         "legend": {"a": "asked for", "b": "arrived"},
@@ -1108,22 +1057,17 @@ def splits_against_time() -> Recording:
     sms, blocks, start, merged = 8, 96, 2, 4  # a program takes two units to begin; a unit merges four parts
     width, runs = 28, []
     for splits in (4, 6, 8, 12, 32):
-        busy, frames = (
-            [0] * sms,
-            Frames(f"{blocks} blocks of keys in {splits} splits. A split begins on the SM that is free first."),
-        )
+        busy, own = [0] * sms, blocks // splits
+        frames = Frames(f"{blocks} blocks of keys in {splits} splits. A split begins on the SM that is free first.")
         for split in range(splits):
-            sm, own = busy.index(min(busy)), blocks // splits
-            frames.show(
-                f"Split {split} on SM {sm}: {start} units to begin, {own} blocks of keys.",
-                ["time", sm * width + busy[sm], "x" * start + "a" * own],
-            )
+            sm = busy.index(min(busy))
+            note = f"Split {split} on SM {sm}: {start} units to begin, {own} blocks of keys."
+            frames.show(note, ["time", sm * width + busy[sm], "x" * start + "a" * own])
             busy[sm] += start + own
-        merge = -(-splits // merged)
-        frames.show(
-            f"The last program merges {splits} parts.", ["time", busy.index(max(busy)) * width + max(busy), "c" * merge]
-        )
-        total = max(busy) + merge
+        last, merge = max(busy), -(-splits // merged)
+        place = busy.index(last) * width + last
+        frames.show(f"The last program merges {splits} parts.", ["time", place, "c" * merge])
+        total = last + merge
         facts = {"units of time": total, "waves": -(-splits // sms), "SMs at work": f"{sum(busy) / (sms * total):.0%}"}
         runs.append(frames.as_run(f"{splits} splits", facts))
     times = [run["facts"]["units of time"] for run in runs]
@@ -1155,10 +1099,8 @@ def tile_height() -> Recording:
             own = -(-count // height)
             tiles += own
             code = "".join("ab"[i // height % 2] for i in range(count)) + "x" * (own * height - count)
-            frames.show(
-                f"Expert {expert}: {count} rows, {own} tile{'s' * (own > 1)}. Each reads the expert's matrix once.",
-                ["rows", expert * width, code],
-            )
+            note = f"Expert {expert}: {count} rows, {own} tile{'s' * (own > 1)}. Each reads the expert's matrix once."
+            frames.show(note, ["rows", expert * width, code])
         facts = {
             "reads of a matrix": tiles,
             "rows that do not exist": tiles * height - sum(counts),
@@ -1195,14 +1137,13 @@ def same_bits() -> Recording:
         x, programs = batch[:rows].clone(), 4 if rows == 1 else 1
         sums = torch.zeros(programs, rows, n)
         grid, more = (triton.cdiv(rows, 16), 1, programs), {"PART": part, "SPLIT": rows == 1} if fixed else {}
-        with watch(None, x=x, sums=sums) as seen:
+        with watch(x=x, sums=sums) as seen:
             kernel = page._parts_kernel if fixed else page._split_kernel
             kernel[grid](x, w, sums, rows, n, k, *(() if fixed else (k // programs,)), **blocks, **more)
         found = page.joined(sums)[0]
         alone = found if rows == 1 else alone
-        own = [access for access in seen if access.program[0] == 0]
         frames = Frames(f"{k} numbers of one row, in a batch of {rows}. {programs} programs share them.")
-        for access in own:
+        for access in (access for access in seen if access.program[0] == 0):
             program, letter = access.program[2], "abcd"[access.program[2]]
             if access.tensor == "x":
                 read = [element for element in access.elements if element < k]
@@ -1212,9 +1153,8 @@ def same_bits() -> Recording:
                 frames.show(note, *cells("row", read, "abcd"[read[0] // part] if fixed else letter))
             else:
                 frames.show(f"Program {program} stores its sum.", ["sums", program, letter])
-        frames.show(
-            "The sums are joined in their order." if programs > 1 else "There is nothing to join.", ["out", 0, "g"]
-        )
+        note = "The sums are joined in their order." if programs > 1 else "There is nothing to join."
+        frames.show(note, ["out", 0, "g"])
         same = "yes" if torch.equal(found, alone) else "no"
         runs.append(frames.as_run(name, {"programs": programs, "the bits of the row alone": same}))
     assert [run["facts"]["the bits of the row alone"] for run in runs] == ["yes", "no", "yes", "yes"]

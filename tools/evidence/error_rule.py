@@ -3,11 +3,12 @@
 The right result is a product of matrices with random numbers, as PyTorch computes it in the dtype.
 """
 
-import csv
+import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
 
+import pandas as pd
 import torch
 
 from kernelbook import check
@@ -50,15 +51,14 @@ def smallest_found(kind: str, ref: torch.Tensor, plain: torch.Tensor, elementwis
 
 
 def main() -> None:
-    with OUT.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(("planted", "dtype", "elements", "found_by_norm", "found"))
-        for dtype in (torch.float32, torch.float16, torch.bfloat16):
-            for n in (64, 512):
-                ref, plain = product(n, dtype)
-                for kind in PLANTED:
-                    sizes = (smallest_found(kind, ref, plain, elementwise) for elementwise in (False, True))
-                    writer.writerow((kind, str(dtype)[6:], n * n, *(f"{size:.1e}" for size in sizes)))
+    rows = []
+    for dtype, n in itertools.product((torch.float32, torch.float16, torch.bfloat16), (64, 512)):
+        ref, plain = product(n, dtype)
+        for kind in PLANTED:
+            sizes = (smallest_found(kind, ref, plain, elementwise) for elementwise in (False, True))
+            rows.append((kind, str(dtype)[6:], n * n, *sizes))
+    table = pd.DataFrame(rows, columns=["planted", "dtype", "elements", "found_by_norm", "found"])
+    table.to_csv(OUT, index=False, float_format="%.1e", lineterminator="\n")
 
 
 if __name__ == "__main__":

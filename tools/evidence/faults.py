@@ -29,6 +29,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +70,8 @@ class Fault:
 
 def _called(node: ast.AST) -> str:
     """The last part of the name that a call calls; empty for what is no call."""
-    if not isinstance(node, ast.Call):
-        return ""
-    return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    called = getattr(node, "func", None)
+    return called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
 
 
 def _changed(node: Any, **fields: Any) -> Any:
@@ -162,26 +162,20 @@ def _of_operation(node: ast.BinOp, strides: list[str]) -> Iterator[tuple[str, as
                 yield "factor dropped", other
     elif op in (ast.Div, ast.FloorDiv, ast.Mod):
         yield "divisor dropped", left
-    elif op is ast.Add:
+    elif op in (ast.Add, ast.Sub):
         yield "term dropped", left
-    elif op is ast.Sub:
-        yield "term dropped", left
-        yield "sign turned", ast.BinOp(left, ast.Add(), right)
+        if op is ast.Sub:
+            yield "sign turned", ast.BinOp(left, ast.Add(), right)
 
 
 def _of_comparison(node: ast.Compare) -> Iterator[tuple[str, ast.AST]]:
-    if (
-        len(node.ops) != 1
-        or _is_constant(node)
-        or (isinstance(node.comparators[0], ast.Constant) and isinstance(node.comparators[0].value, str))
-    ):
+    op, right = type(node.ops[0]), node.comparators[0]
+    if len(node.ops) != 1 or _is_constant(node) or isinstance(getattr(right, "value", None), str):
         return
-    op = type(node.ops[0])
     if op in _LOOSER:
         yield "comparison changed", _changed(node, ops=[_LOOSER[op]()])
     if op is ast.Lt:
-        less = _expr(f"({ast.unparse(node.comparators[0])}) - 1")
-        yield "bound off by one", _changed(node, comparators=[less])
+        yield "bound off by one", _changed(node, comparators=[_expr(f"({ast.unparse(right)}) - 1")])
 
 
 def _of_statement(node: ast.stmt) -> Iterator[tuple[str, ast.AST]]:
@@ -197,10 +191,8 @@ def _of_statement(node: ast.stmt) -> Iterator[tuple[str, ast.AST]]:
 def _of_function(function: ast.FunctionDef) -> Iterator[tuple[str, ast.stmt, ast.AST, ast.AST]]:
     """-> kind, statement, the node that is replaced, what replaces it."""
     strides = [a.arg for a in function.args.args if a.arg.startswith("stride")]
-    casts_of_stores = set()
-    for call in ast.walk(function):
-        if _called(call) == "store" and len(call.args) > 1:  # type: ignore[attr-defined]
-            casts_of_stores.add(call.args[1])  # type: ignore[attr-defined]  # a store casts by itself
+    calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
+    stored = {arg for call in calls if _called(call) == "store" for arg in call.args[1:2]}  # a store casts by itself
 
     def visit(statements: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt, ast.AST, ast.AST]]:
         for statement in statements:
@@ -208,10 +200,7 @@ def _of_function(function: ast.FunctionDef) -> Iterator[tuple[str, ast.stmt, ast
                 continue  # a docstring
             if isinstance(statement, ast.If) and {*map(_called, ast.walk(statement.body[-1]))} & {*HINTS}:
                 continue  # it prepares a hint, and nothing else
-            if (
-                isinstance(statement, ast.AnnAssign)
-                or _called(getattr(statement, "value", None) or statement) in OTHERS
-            ):
+            if isinstance(statement, ast.AnnAssign) or _called(getattr(statement, "value", statement)) in OTHERS:
                 continue
             for kind, new in _of_statement(statement):
                 yield kind, statement, statement, new
@@ -225,7 +214,7 @@ def _of_function(function: ast.FunctionDef) -> Iterator[tuple[str, ast.stmt, ast
                 node = todo.pop()
                 found: Iterator[tuple[str, ast.AST]] = iter(())
                 if isinstance(node, ast.Call):
-                    found = _of_call(node, node in casts_of_stores)
+                    found = _of_call(node, node in stored)
                 elif isinstance(node, ast.BinOp):
                     found = _of_operation(node, strides)
                 elif isinstance(node, ast.Compare):
@@ -253,12 +242,10 @@ def is_kernel(node: ast.AST) -> bool:
 def faults_of(room: str, file: str) -> list[Fault]:
     """All faults that can be planted in the kernels of a file, in the order of the source."""
     source = (PACKAGE / file).read_bytes()
-    starts = [0]
-    for line in source.splitlines(keepends=True):
-        starts.append(starts[-1] + len(line))
+    starts = [*accumulate(map(len, source.splitlines(keepends=True)), initial=0)]
     found: list[Fault] = []
     for function in ast.parse(source).body:
-        if not (isinstance(function, ast.FunctionDef) and is_kernel(function)) or function.name in HINTS:
+        if not is_kernel(function) or function.name in HINTS:
             continue
         for kind, statement, old, new in _of_function(function):
             start = starts[old.lineno - 1] + old.col_offset  # type: ignore[attr-defined]
@@ -276,10 +263,10 @@ def faults_of(room: str, file: str) -> list[Fault]:
 def rooms() -> dict[str, list[str]]:
     """By folder with kernels its files."""
     found: dict[str, list[str]] = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        place = path.relative_to(PACKAGE)
-        if len(place.parts) == 2 and place.parts[0] != "lab" and any(map(is_kernel, ast.parse(path.read_text()).body)):
-            found.setdefault(place.parts[0], []).append(place.as_posix())
+    for path in sorted(PACKAGE.glob("*/*.py")):
+        room = path.parent.name
+        if room != "lab" and any(map(is_kernel, ast.parse(path.read_text()).body)):
+            found.setdefault(room, []).append(f"{room}/{path.name}")
     return found
 
 
@@ -295,8 +282,9 @@ def reaching() -> dict[str, set[str]]:
     """By function of kernels: the kernels in which it runs, by their names, itself included."""
     nodes = [node for path in PACKAGE.rglob("*.py") for node in ast.parse(path.read_text()).body if is_kernel(node)]
     calls = {
-        node.name: {*_names(node), *(n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute))} for node in nodes
-    }  # type: ignore[attr-defined]
+        kernel.name: _names(kernel) | {n.attr for n in ast.walk(kernel) if isinstance(n, ast.Attribute)}
+        for kernel in nodes
+    }
     found = {name: {name} for name in calls}
     for _ in range(8):  # no function is called through more
         for caller, names in calls.items():

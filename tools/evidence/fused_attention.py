@@ -4,7 +4,6 @@ In float32, on a CPU. It is why the fuzz of float32 attention has the fused one 
 kernel would not be correct.
 """
 
-import csv
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import kernelbook  # noqa: F401
 
 # isort: split
+import pandas as pd
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -43,10 +43,8 @@ def main() -> None:
             if name not in rows or verdict.ratio > rows[name][1]:
                 errors = (f"{verdict.error:.1e}", f"{verdict.baseline_error:.1e}")
                 rows[name] = (name, verdict.ratio, *errors, f"{n} queries, {s} keys, {d} features, scale {size}")
-    with OUT.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(("gradient", "ratio", "error", "error_with_probabilities", "where"))
-        writer.writerows((name, f"{ratio:.1f}", *rest) for name, ratio, *rest in rows.values())
+    table = pd.DataFrame(rows.values(), columns=["gradient", "ratio", "error", "error_with_probabilities", "where"])
+    table.to_csv(OUT, index=False, float_format="%.1f", lineterminator="\n")
 
 
 if __name__ == "__main__":

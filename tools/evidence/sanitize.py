@@ -254,6 +254,7 @@ def of_tool(tool: str, logs: Sequence[Path], wanted: Counter[str]) -> dict[str, 
         launched = kernels_of(begun)
         ours = [(k, r) for r in reports for k in re.findall(r"\b_\w+_kernel\b", r)[:1] if k in launched]
         ends = Counter(call["end"] for call in begun)
+        texts = [re.sub(r"0x[0-9a-f]+|\(\d+,\d+,\d+\)|\d{4,}", "#", report)[:200] for _, report in ours]
         summary = f"{len(ours)} reports" + ", a call failed" * (ends["failed"] > 0)
         found[f"{room} {tool}"] = {
             "tool": tool,
@@ -263,9 +264,7 @@ def of_tool(tool: str, logs: Sequence[Path], wanted: Counter[str]) -> dict[str, 
             "tool died in": [call["name"] for call in begun if call["end"] == "died"],
             "launched": launched,
             "kernels": Counter(kernel for kernel, _ in ours).most_common(),
-            "reports": Counter(
-                re.sub(r"0x[0-9a-f]+|\(\d+,\d+,\d+\)|\d{4,}", "#", r)[:200] for _, r in ours
-            ).most_common(6),
+            "reports": Counter(texts).most_common(6),
         }
     return found
 
