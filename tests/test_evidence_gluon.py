@@ -332,7 +332,7 @@ def test_attention(problem: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) ->
         inputs |= {"q": -inputs["q"].abs() * 6 / d**0.5 * 5, "k": inputs["k"].abs()}
     else:  # largest scores that are far apart
         inputs["q"] *= 40
-    if h_kv == 1:  # sinks are joined afterwards
+    if h_kv == 1:  # sinks join in the forward kernel
         inputs["sinks"] = 3 * randn(h)
     check_attention({"causal": causal}, inputs)
     assert {*launched} == ({"fwd", "bwd"} if at_once else {"fwd", "dkdv", "dq"})

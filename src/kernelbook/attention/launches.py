@@ -60,7 +60,7 @@ class Problem:
     dtype: torch.dtype
     causal: bool
     lengths: bool
-    boundaries: int  # of sequences that lie one after another in n; 0: they do not
+    boundaries: int  # how many packed sequences have, which lie one after another in n; 0: they are not packed
     window: int | None
     sinks: bool
     softcap: float  # in base 2; 0: none

@@ -63,6 +63,7 @@ class NF4ExpertsConfig(QuantizationConfigMixin):
         self.double_quant, self.block_size, self.offload = bool(double_quant), block_size, bool(offload)
 
     def to_dict(self) -> dict[str, Any]:
+        """Return what is saved with the model: not where its experts lie, which whoever loads it decides."""
         return {name: value for name, value in super().to_dict().items() if name != "offload"}
 
     @property
