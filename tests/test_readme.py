@@ -39,6 +39,8 @@ SAID = [
     ("flash_attention", "forward", "", "flash_attention_4", SLOWER),
     ("flash_attention", "forward", "sequences=", "sdpa_mask", FASTER),
     ("flash_attention", "forward", "sequences=", "flash_attention_4", SLOWER),
+    ("flash_attention", "backward", "sequences=", "sdpa_mask", FASTER),
+    ("flash_attention", "backward", "sequences=", "flash_attention_4", LEVEL),
     ("flash_attention", "backward", "", "sdpa_flash", FASTER),
     ("flash_attention", "backward", " D=128 ", "sdpa_cudnn", LEVEL),
     ("flash_attention", "backward", " D=(?:64|256) ", "sdpa_cudnn", FASTER),
