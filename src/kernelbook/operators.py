@@ -29,7 +29,7 @@ from torch.compiler import is_dynamo_compiling
 
 from kernelbook import arguments, runtime
 from kernelbook.memory import PLAIN, empty, empty_again
-from kernelbook.tensors import check_versions, fp32_precision, is_transformed, with_versions, without_autocast
+from kernelbook.tensors import check_versions, fp32_precision, is_transformed, transforms, with_versions, without_autocast
 
 NAMESPACE = "kernelbook"
 
@@ -279,7 +279,9 @@ class Op:
 
     def _by_operator(self, args: tuple[Any, ...], sources: str) -> Any:
         if self._records:
-            args = (*args, torch.is_grad_enabled() and self._requires_grad(*args))
+            # What torch.func.vmap has wrapped does not say that a gradient is wanted of it.
+            wanted = torch.is_grad_enabled() and (self._requires_grad(*args) or transforms())
+            args = (*args, wanted)
         found = self.operator(*args, sources)
         if self._num_outputs <= 1:
             return found
