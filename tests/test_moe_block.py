@@ -290,6 +290,8 @@ def test_float8_dequantize(shape: tuple[int, int, int], block: tuple[int, int] |
     assert torch.equal(q.dequantize(dtype=torch.float32), expected)
     picked = torch.tensor([1, 0, 1], device=DEVICE)
     assert torch.equal(q.dequantize(picked, torch.bfloat16), expected.bfloat16()[picked])
+    with pytest.raises(ValueError, match="Float8Tensor: block must be at least 1, got 0"):
+        Float8Tensor(values, q.scale, (0, bj))
 
 
 @pytest.fixture

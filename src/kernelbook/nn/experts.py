@@ -63,6 +63,8 @@ class Float8Tensor:
         for name, value in (("values", self.values), ("scale", self.scale)):
             if value.ndim != 3:
                 raise ValueError(f"Float8Tensor: {name} must have three dimensions, got shape {tuple(value.shape)}")
+        for size in self.block or ():
+            arguments.integer("Float8Tensor", "block", size, "two integers or None", least=1)
         num_experts, rows, cols = self.values.shape
         bi, bj = self.tile
         arguments.check_shape("Float8Tensor", "scale", self.scale, (num_experts, -(-rows // bi), -(-cols // bj)))
