@@ -191,7 +191,9 @@ def test_clamped_swiglu_keeps_nan() -> None:
     assert ClampedSwiGLU()(h).isnan().tolist() == [[True, True, False]]
 
 
-@pytest.mark.parametrize(("name", "value"), (("limit", 0.0), ("limit", float("inf")), ("alpha", float("nan")), ("alpha", "1")))
+@pytest.mark.parametrize(
+    ("name", "value"), (("limit", 0.0), ("limit", float("inf")), ("alpha", float("nan")), ("alpha", "1"))
+)
 def test_clamped_swiglu_names_what_is_wrong(name: str, value: Any) -> None:
     with pytest.raises((TypeError, ValueError), match=f"ClampedSwiGLU: {name} must be"):
         ClampedSwiGLU(**{name: value})

@@ -13,13 +13,13 @@ from torch.autograd import forward_ad
 # ``torch.backends.cuda.matmul.allow_tf32`` cannot be read once somebody has set the newer ``fp32_precision``.
 fp32_precision: Callable[[], str] = functools.partial(torch._C._get_fp32_precision_getter, "cuda", "matmul")
 _mode, _modes = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey
-transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
+_transform = torch._C._functorch.peek_interpreter_stack
 is_batched = torch._C._functorch.is_legacy_batchedtensor  # by autograd's is_grads_batched, of which no transform tells
 
 
 def is_transformed() -> bool:
     """Return whether a call is compiled or one of ``torch.func``'s transforms or forward-mode differentiation is at work."""
-    return torch.compiler.is_compiling() or forward_ad._current_level >= 0 or transforms()
+    return torch.compiler.is_compiling() or forward_ad._current_level >= 0 or _transform() is not None
 
 
 def has_values(tensor: torch.Tensor) -> bool:
