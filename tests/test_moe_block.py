@@ -296,6 +296,19 @@ def test_float8_dequantize(shape: tuple[int, int, int], block: tuple[int, int] |
         Float8Tensor(values, q.scale, (0, bj))
 
 
+@pytest.mark.parametrize("active", ("auto", "all", "bound"))
+def test_vmap_takes_compressed_experts(active: str) -> None:
+    layer = MoELayer(4, 32, 32, 1, device=DEVICE)
+    layer.experts.add_lora(2).quantize().active = active
+    torch.nn.init.normal_(layer.experts.down_b)
+    found = []
+    for calls in (torch.vmap(layer), lambda x: torch.stack([*map(layer, x)])):
+        x = torch.ones(2, 2, 32, device=DEVICE).cumsum(0).requires_grad_()
+        out = calls(x)
+        found.append([out, *torch.autograd.grad(out.square().sum(), [x, layer.experts.down_a])])
+    torch.testing.assert_close(*found)
+
+
 @pytest.fixture
 def dequantized(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, Any]]]:
     """Each call that makes weights dense: the number of experts, and a weak reference to the dense storage."""

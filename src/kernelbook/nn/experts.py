@@ -23,7 +23,7 @@ from kernelbook.moe_lora import Routing, moe_lora, route
 from kernelbook.nf4 import NF4Tensor, nf4_dequantize
 from kernelbook.nn.swiglu import ClampedSwiGLU, swiglu
 from kernelbook.packed.products import decodes_on_the_way
-from kernelbook.tensors import check_versions, with_versions
+from kernelbook.tensors import check_versions, is_transformed, with_versions
 
 ACTIVE = ("auto", "all", "bound")
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -160,7 +160,7 @@ def recompute_in_backward(
     w: torch.Tensor, make: Callable[[], torch.Tensor], *sources: torch.Tensor | None
 ) -> Iterator[None]:
     """Have autograd keep nothing of ``w`` within the context: it is made again, from the same ``sources``."""
-    if torch.compiler.is_compiling():
+    if is_transformed():
         yield
         return
     storage = w.untyped_storage()._cdata  # the object: the address of all that is empty is 0
