@@ -32,7 +32,9 @@ def fp4_tensor(
     dtype: torch.dtype = torch.bfloat16,
     in_place: bool = False,
 ) -> NF4Tensor:
-    """The ``NF4Tensor`` that stands for a tensor in MXFP4 or NVFP4; it is decoded exactly. ``packed`` is copied, contiguous ``scales`` are not.
+    """The ``NF4Tensor`` that stands for a tensor in MXFP4 or NVFP4; it is decoded exactly.
+
+    The bytes of ``packed`` are copied; contiguous ``scales`` are shared.
 
     Args:
         packed: uint8, (..., K / 2) or, as gpt-oss' checkpoints have it, (..., K / 32, 16); the even element in the low half.
