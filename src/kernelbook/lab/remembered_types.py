@@ -1,5 +1,8 @@
 """Caches in Triton's interpreter, which makes types, shapes and wrappers anew for every value: they halve its time.
 
+Python 3.11 and later keep frames in chunks of 16 KiB. Where a kernel is interpreted at the end of a chunk, each call maps another
+and unmaps it, which doubles the time again. A launch begins a chunk of its own, with room for all that it calls.
+
 They are for Triton 3.7. With another, or without this file, all runs as Triton has it. ``test_evidence_memory`` compares
 the two.
 """
@@ -98,4 +101,6 @@ def remember() -> None:
     for (place, name), member in CACHED.items():
         of_triton[place, name] = getattr(place, name)
         setattr(place, name, member)
+    launch = interpreter.GridExecutor.__call__
+    launch.__code__ = launch.__code__.replace(co_stacksize=2**17)  # a chunk is the power of two above: half is left
     of_triton[core.block_type, "__new__"] = lambda cls, *args: object.__new__(cls)
