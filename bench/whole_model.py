@@ -12,6 +12,8 @@ nothing is downloaded, and no time depends on what the weights are. Tasks:
 Providers, on the same weights as far as they are the same:
 
 - ``grouped_mm``, ``batched_mm``: transformers' experts in bfloat16, its attention (PyTorch's) and its norms; PEFT's LoRA;
+- ``grouped_mm:apart``: the same with PyTorch's grouped product of the pairs beside the weights, where PEFT adds each pair to its
+  whole weight in every step: a program of one's own (:func:`bench.baselines.experts_apart`);
 - ``bitsandbytes``: the same with the experts in its 4 bits, which are made dense where they are read;
 - ``matmul_ogs``: gpt-oss as transformers stores it in MXFP4, with products of Triton's ``triton_kernels`` (from a hub) and without gradients;
 - ``kernelbook``: experts in 4 bits (doubly quantized), attention and norms on the kernels; ``kernelbook:dense`` on the
@@ -101,8 +103,11 @@ ONE_TOKEN = ("decode", "generate")
 SAME_BITS = "kernelbook:same_bits"
 EXPERTS = {"grouped_mm": "grouped_mm", "batched_mm": "batched_mm", "bitsandbytes": "grouped_mm"}
 OFFLOADED = "kernelbook:offloaded"
+APART = "grouped_mm:apart"
 CAP = 12 * 2**30  # bytes of the GPU's memory that PyTorch may take where experts are offloaded
-KINDS = dict.fromkeys(("grouped_mm", "batched_mm", "torch", "kernelbook:dense"), "dense") | {OFFLOADED: "offloaded"}
+KINDS = dict.fromkeys(("grouped_mm", APART, "batched_mm", "torch", "kernelbook:dense"), "dense") | {
+    OFFLOADED: "offloaded"
+}
 KINDS |= {name: name for name in ("bitsandbytes", "matmul_ogs")}
 
 
@@ -228,19 +233,32 @@ def _add_lora(model: Any, rank: int) -> Any:
         return peft.get_peft_model(model, settings, autocast_adapter_dtype=False)
 
 
+def _experts_apart(self: Any, x: torch.Tensor, ids: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+    from kernelbook.interop.transformers_experts import LORA_ATTRIBUTE
+
+    return baselines.experts_apart(self, x, ids, gates, self.__dict__.get(LORA_ATTRIBUTE, {}))
+
+
 @contextlib.contextmanager
 def _running(model: Any, provider: str) -> Iterator[None]:
     """Within the context ``model`` computes as ``provider`` does."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
     from kernelbook.interop import transformers as interop
+    from kernelbook.interop.transformers_experts import NAME
     from kernelbook.nn import swap
 
     base = base_model(model)
     has_experts = any(True for _ in interop.expert_modules(base))
     if not provider.startswith("kernelbook"):
-        if has_experts:
+        if provider == APART:  # in the place of ours, to which PEFT's wrappers hand their pairs
+            interop.use_kernels(model)
+            ALL_EXPERTS_FUNCTIONS.register(NAME, _experts_apart)
+        elif has_experts:
             base.set_experts_implementation(EXPERTS[provider])
         base.set_attn_implementation("sdpa" if base._supports_sdpa else "eager")
         yield
+        interop.register()
         return
     if has_experts:
         interop.use_kernels(model)
@@ -433,8 +451,8 @@ def plans() -> list[Plan]:
                 found.append(Plan(model, provider, "decode"))
                 found += [Plan(model, provider, "prefill", graph=graph) for graph in ("1", "0")]
             for provider in own:
-                if provider != "bitsandbytes":
-                    found += [Plan(model, provider, "step", graph=graph) for graph in ("1", "0")]
+                for who in {"bitsandbytes": (), "grouped_mm": (provider, APART)}.get(provider, (provider,)):
+                    found += [Plan(model, who, "step", graph=graph) for graph in ("1", "0")]
         if model == "Qwen3-30B-A3B":
             found += [Plan(model, OFFLOADED, task, graph=graph) for task in ("copies", "step") for graph in ("0", "1")]
         both = ("kernelbook", SAME_BITS)
@@ -448,6 +466,7 @@ def plans() -> list[Plan]:
             Plan("gpt-oss-20b", provider, task, graph=graph) for task in ("step", "decode", "prefill") for graph in "10"
         ]
         found.append(Plan("gpt-oss-20b", provider, "decode", graph="compile"))
+    found += [Plan("gpt-oss-20b", APART, "step", graph=graph) for graph in "10"]
     found += [Plan("gpt-oss-20b", "matmul_ogs", task, graph=graph) for task in ("decode", "prefill") for graph in "10"]
     found += [Plan("gpt-oss-120b", "kernelbook", "step", graph=graph) for graph in ("0", "1")]
     found.append(Plan("gpt-oss-120b", "kernelbook", "decode", graph="1"))
@@ -598,8 +617,12 @@ def error_ratio(name: str, provider: str) -> float:
     plan = Plan(name, provider, "prefill")
     config = configuration(name, 2, tiny=True)
     config.initializer_range = 0.2  # weak weights would make every block look the same
-    if plan.kind == "matmul_ogs" or (plan.kind == "bitsandbytes" and runtime.DEVICE.type != "cuda"):
-        return math.nan  # the first takes no float32
+    if (
+        provider == APART
+        or plan.kind == "matmul_ogs"
+        or (plan.kind == "bitsandbytes" and runtime.DEVICE.type != "cuda")
+    ):
+        return math.nan  # the first two take no float32
     with timing.allow_tf32(False):  # float32 products in float32: a tiny model is to route its tokens as float64 does
         model = build(config, plan.kind, dtype=torch.float32)
         plain = _plain_copy(config, model)
@@ -693,7 +716,7 @@ def bench(
 BENCH = Bench(
     name="whole_model",
     keys={PARTS_STEM: PARTS_KEY},
-    baselines=dict.fromkeys(("torch", "grouped_mm", "batched_mm", "matmul_ogs"), "transformers")
+    baselines=dict.fromkeys(("torch", "grouped_mm", APART, "batched_mm", "matmul_ogs"), "transformers")
     | {"bitsandbytes": "bitsandbytes"},
     needs={"transformers": "everything", "peft": "every step", "kernels": "matmul_ogs"},
     left_out=(
