@@ -451,8 +451,8 @@ def _errors() -> pd.DataFrame:
                 continue
             with _kernels_of(name):
                 o = attention(q, k, v)
-                found = [o.detach(), *torch.autograd.grad(o, (q, k, v), do)]
-            for output, ours, exact in zip(("o", "dq", "dk", "dv"), found, truth, strict=True):
+                grads = torch.autograd.grad(o, (q, k, v), do) if name != "flash_attention_3" else ()
+            for output, ours, exact in zip(("o", "dq", "dk", "dv"), [o.detach(), *grads], truth, strict=False):
                 row = {"op": "flash_attention", "provider": name, "dtype": str(dtype)[6:], "shape": shape}
                 rows.append({**about, **row, "output": output, "error": f"{check.relative_error(ours, exact):.4g}"})
     return pd.DataFrame(rows, columns=list(ERROR_COLUMNS))

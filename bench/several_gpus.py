@@ -20,7 +20,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -236,13 +235,11 @@ def _peer(model: Sequence[int], counts: Sequence[int], samples: int) -> Iterator
     forward, leaves = layer.call("grouped_mm")
     call_experts: Callable[..., torch.Tensor] = forward
     if ranks > 1:
-        try:
-            from transformers.distributed.expert_parallel import AllToAllEP  # type: ignore[attr-defined, unused-ignore]
-        except ImportError:  # an older version
-            return
-        own = SimpleNamespace(forward=lambda *given: _Settled.apply(forward(*given)), num_experts=experts // ranks)
-        alone = SimpleNamespace(size=lambda: 1, get_group=mesh.get_group)  # ranks with the same batch
-        call_experts = AllToAllEP(own, mesh, alone)  # type: ignore[arg-type, unused-ignore]
+        from transformers.distributed.expert_parallel import EpDispatchExpertsParallel
+
+        own: Any = torch.nn.Module()
+        own.forward, own.num_experts = lambda *given: _Settled.apply(forward(*given)), experts // ranks
+        call_experts = EpDispatchExpertsParallel().install_forward(own, mesh).forward
     for count in counts:
         x, ids, gates, up = _tokens(count, model)
         gates = gates.to(x.dtype)

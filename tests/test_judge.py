@@ -1,6 +1,7 @@
 """The judge: right solutions pass, and honest mistakes are told in a sentence of their own."""
 
 import ast
+import contextlib
 import dataclasses
 import types
 from pathlib import Path
@@ -95,6 +96,23 @@ def test_a_right_solution_passes(name: str) -> None:
     found = judge(SOLUTIONS[name], name, gpu=False, seed=7).require()
     assert found.compiled == "compiled for sm_80 and sm_90" and found.cases >= 4
     assert str(found) == f"{name}: right, {found.cases} cases; compiled for sm_80 and sm_90"
+
+
+@pytest.mark.parametrize(("off", "calls", "right"), [(4e-6, 1, True), (4e-6, 3, False), (1e-3, 1, False)])
+def test_what_is_off_by_little_is_drawn_again(off: float, calls: int, right: bool) -> None:
+    """In one draw PyTorch may have been lucky; in three, or by much, it was not."""
+    asked: list[Any] = []
+
+    def ask(message: dict[str, Any]) -> dict[str, Any]:
+        asked.append(message["series"][0]["x"])
+        y = asked[-1].softmax(-1) * (1 + off * (len(asked) <= calls))
+        return {"results": [{"outputs": [y], "grads": [], "contiguous": True}]}
+
+    solution: Any = types.SimpleNamespace(task=TASKS["softmax"], ask=ask)
+    with contextlib.nullcontext() if right else pytest.raises(judging.RefusedError, match="is off by"):
+        judging._run_case(solution, judging._Case({"M": 3, "N": 100}), seed=0)
+    assert len(asked) == {True: 2, False: calls}[right]
+    assert len({float(x.sum()) for x in asked}) == len(asked)
 
 
 @pytest.mark.gpu

@@ -581,11 +581,11 @@ def test_training_and_generation_agree_at_the_sizes_of_a_model(kind: str) -> Non
 @pytest.mark.parametrize("n", [16, 512, 4096, 50304])
 def test_tiles_of_any_width_at_the_sizes_of_models(n: int) -> None:
     x, w, b = (randn(*shape, dtype=torch.bfloat16) for shape in ((3000, 2048), (n, 2048), (n,)))
-    packed = kb.nf4_quantize(w)
+    packed = kb.nf4_quantize(w[None])
     with kb.same_bits():
-        whole, of_packed = linear(x, w, b), kb.nf4_matmul(x, packed)
+        whole, of_packed = linear(x, w, b), kb.nf4_matmul(x, packed, 0)
         for m in (1, 17, 64, 65, 300, 2048):
-            assert same(linear(x[:m], w, b), whole[:m]) and same(kb.nf4_matmul(x[:m], packed), of_packed[:m]), m
+            assert same(linear(x[:m], w, b), whole[:m]) and same(kb.nf4_matmul(x[:m], packed, 0), of_packed[:m]), m
 
 
 @pytest.mark.gpu

@@ -49,6 +49,7 @@ import triton
 
 SECONDS = 120.0  # for one message to the other process and its answer
 NOT_JUDGED = ("rule", "load")  # kinds of refusals
+LUCK = 8.0  # times what is allowed: where numbers cancel, PyTorch's own error in one draw may be so much smaller than in another
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 
 # What to look at, by what went wrong; a task may have words of its own.
@@ -347,8 +348,8 @@ def _first(wrong: torch.Tensor, out: torch.Tensor, truth: torch.Tensor) -> str:
     return f"the first at {list(place)}: {ours:.{digits}g} instead of {true:.{digits}g}"
 
 
-def _run_case(solution: _Solution, case: _Case, seed: int) -> None:
-    """Raises :class:`RefusedError` if the solution is wrong for the case."""
+def _run_case(solution: _Solution, case: _Case, seed: int, draws: int = 3) -> None:
+    """Raises :class:`RefusedError` if the solution is wrong for the case; if it is off by little, in each of so many draws."""
     asked = _Asked(solution.task, case, seed)
     results = solution.ask({"do": "call", "series": asked.series, "upstream": asked.upstream})["results"]
     try:
@@ -359,6 +360,8 @@ def _run_case(solution: _Solution, case: _Case, seed: int) -> None:
         raise RefusedError("the result is not contiguous, as the task promises", "contiguous")
     for one in found:
         if not one.verdict.passed:
+            if draws > 1 and max(one.verdict.error / one.verdict.limit, one.verdict.element) < LUCK:
+                return _run_case(solution, case, seed + case.calls, draws - 1)
             call = "of several calls with new numbers in the same memory: " if case.calls > 1 else ""
             raise RefusedError(f"{call}{one}")
 
