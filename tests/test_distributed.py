@@ -23,8 +23,7 @@ def _torchrun(ranks: int, folder: Path, *checks: str, cpu: bool = True) -> tuple
     """Exit code and output; a free port is chosen, and no rank outlives the time."""
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), str(WORKER))
     command = (str(WORKER), str(ranks)) if cpu else torchrun
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""} if cpu else {}
+    environment = os.environ | ({"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""} if cpu else {})
     done = subprocess.run(
         [sys.executable, *command, str(folder), *checks],
         env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=540, check=False,
