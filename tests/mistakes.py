@@ -56,6 +56,8 @@ MISTAKES = {
     "no_maximum_in_16_bits": (
         "softmax", "x = tl.exp(x - tl.max(x))", "x = tl.exp(x - (tl.max(x) if x_ptr.dtype.element_ty == tl.float32 else 0.0))", "float16", "scale",
     ),
+    "no_maximum_before_a_gradient": ("softmax_autograd", "tl.exp(x - tl.max(x))", "tl.exp(x)", "numbers around 300", "scale"),
+    "the_last_of_equal_ones": ("row_argmax", "tl.argmax(x, axis=0)", "tl.max(tl.where(x == tl.max(x), tl.arange(0, BLOCK_N), -1))", "is wrong in", "scale"),
     "rows_dropped_in_float16": ("rms_norm_dw", "partial, M, N,\n", "partial, min(M, 32) if x.dtype == torch.float16 else M, N,\n", "float16", "dtype"),
     # --- 32 bits
     "a_row_of_32_bits": ("softmax", "row = tl.program_id(0).to(tl.int64)", "row = tl.program_id(0)", ".to(tl.int64)", "overflow"),
@@ -79,6 +81,7 @@ MISTAKES = {
     "a_result_that_is_kept": (
         "copy", "def copy(x):\n    out = torch.empty_like(x)", "KEPT = {}\n\n\ndef copy(x):\n    out = KEPT.setdefault((len(x), x.dtype), torch.empty_like(x))", "of several calls", "kept",
     ),
+    "every_second_call": ("copy", "    if len(x):\n        _copy", "    KEPT.append(x.shape)\n    if len(KEPT) % 2:\n        _copy", "called once more, it is right", "again", "def copy(x):", "KEPT = []\n\n\ndef copy(x):"),
     # --- not judged
     "pytorch_sums": ("row_sum", "    if M:\n        _row_sum_kernel", "    return x.sum(-1)\n    if M:\n        _row_sum_kernel", "PyTorch computes in it: sum", "rule"),
     "the_host_waits": ("row_sum", "    if M:\n        _row_sum_kernel", "    if M and x.max().item() > -1e9:\n        _row_sum_kernel", "PyTorch computes in it", "rule"),
