@@ -34,6 +34,7 @@ MISTAKES = {
     "rows_of_N": ("softmax", "_softmax_kernel[(M,)](x, *x.stride()", "_softmax_kernel[(M,)](x, N, 1", "", "stride"),
     "the_weight_is_contiguous": ("rms_norm", "x, *x.stride(), weight, weight.stride(0), y", "x, *x.stride(), weight, 1, y", "", "stride"),
     "the_residual_lies_as_x_does": ("residual_relu", "*residual.stride()", "*x.stride()", "mixed", "stride"),
+    "the_addend_lies_as_x_does": ("vector_add", "y, y.stride(0)", "y, x.stride(0)", "mixed", "stride"),
     "ids_are_contiguous": ("topk_gather", "slot // k * stride_t + slot % k * stride_k", "slot", "", "stride"),
     "dy_is_contiguous": ("softmax_autograd", "dy, *dy.stride(), y", "dy, dy.shape[1], 1, y", "", "dy"),
     "the_result_lies_as_x_does": ("softmax", "y = torch.empty(M, N, dtype=x.dtype, device=x.device)", "y = torch.empty_like(x)", "is off by", "stride"),

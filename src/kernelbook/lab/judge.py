@@ -323,7 +323,7 @@ class _Found:
         wrong = torch.isnan(out) & ~torch.isnan(truth) if numbers else out != base
         if bool(wrong.any()):
             told = f"{'has NaN' if numbers else 'is wrong'} in {int(wrong.sum())} of {out.numel()} elements"
-            made = ": not written, or made of what lies outside" if numbers else ""
+            made = ": not written, made of what lies outside, or an overflow" if numbers else ""
             raise RefusedError(f"{name} {told}, {_first(wrong, out, truth)}{made}")
         verdict = check.compare(name, out, truth, base, factor=factor) if numbers else check.Verdict(name, 0, 0, 0, 0)
         return _Found(verdict, out, truth)

@@ -47,7 +47,7 @@ class Draw:
         self.generator = torch.Generator().manual_seed(seed)
         self.dtype, self.layouts, self.scale = dtype, itertools.cycle([layout]), scale
         if layout == "mixed":
-            self.layouts = itertools.cycle(("transposed", "contiguous", "padded"))
+            self.layouts = itertools.cycle(("transposed", "padded", "contiguous"))
 
     def __call__(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Normal numbers with the standard deviation ``scale``."""
