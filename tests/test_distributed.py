@@ -65,10 +65,6 @@ def test_a_mesh_of_two_dimensions(tmp_path: Path) -> None:
     _run(4, tmp_path, "two_dimensions")
 
 
-def test_the_bench_measures_one_gpu_too(tmp_path: Path) -> None:
-    _run(1, tmp_path, "measures")
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("ranks", (2, 4))
 @pytest.mark.alone

@@ -81,12 +81,6 @@ def test_a_file_is_dated_by_the_kernels_that_its_bench_or_its_page_uses(tree: Pa
     assert {stem for stem in before if before[stem] != after[stem]} == older
 
 
-def test_a_row_is_current_older_or_not_dated() -> None:
-    today = stale.kernels_hash("layer_norm")
-    found = [stale.state(kernels, "layer_norm") for kernels in (today, "0" * 12, "", float("nan"))]
-    assert found == [stale.CURRENT, stale.OLDER, stale.NOT_DATED, stale.NOT_DATED]
-
-
 def test_the_commit_is_git_s_or_the_one_that_was_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(stale, "ROOT", tmp_path)
     monkeypatch.delenv("KERNELBOOK_COMMIT", raising=False)

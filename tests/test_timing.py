@@ -42,18 +42,6 @@ def _case(ours: object = torch.square, x: float = 30) -> timing.Case:
     )
 
 
-def test_rows_have_the_schema() -> None:
-    rows, failures = timing.run_cases([_case()], progress=False, rep_ms=2)
-    assert not failures
-    assert ",".join(rows.columns) == (
-        "run,op,mode,provider,dtype,shape,x_name,x,ms,ms_p20,ms_p80,gbytes,gflop,peak_mib,err_ratio,"
-        "host_us,gpus,gpu,driver,torch,triton,version,commit,kernels,date,peer"
-    )
-    assert list(rows["provider"]) == ["torch", "kernelbook"] and rows["run"].nunique() == 1
-    assert rows["shape"].eq("M=20 N=30").all() and rows["err_ratio"].astype(float).le(1.0).all()
-    assert rows["ms_p20"].astype(float).le(rows["ms_p80"].astype(float)).all()
-
-
 def _unwritten(x: torch.Tensor) -> torch.Tensor:
     out = torch.empty_like(x)
     out[1:] = x[1:] * x[1:]
@@ -78,33 +66,8 @@ def test_a_wrong_result_of_ours_and_an_error_cost_one_case(wrong: object, said: 
     assert list(rows["x"]) == ["31", "31"]
 
 
-def test_the_rows_of_a_case_are_there_before_the_next_is_measured() -> None:
-    seen: list[pd.DataFrame] = []
-
-    def square(x: torch.Tensor) -> torch.Tensor:
-        assert len(seen) == 1
-        return x * x
-
-    rows, failures = timing.run_cases([_case(x=29), _case(square)], progress=False, rep_ms=2, record=seen.append)
-    assert not failures
-    pd.testing.assert_frame_equal(pd.concat(seen, ignore_index=True), rows)
-
-
 def _rows(**changes: str) -> pd.DataFrame:
     return pd.DataFrame([dict.fromkeys(record.COLUMNS, "1") | changes], columns=list(record.COLUMNS))
-
-
-def test_rows_with_the_same_key_are_replaced_and_others_kept(tmp_path: Path) -> None:
-    path = tmp_path / "gpu" / "square.csv"
-    record.write_results(path, _rows(ms="0.10", x="1"))
-    record.write_results(path, _rows(ms="0.20", x="2"))
-    before = path.read_text().splitlines()
-    table = record.write_results(path, _rows(ms="0.300", x="1", run="2"))
-    assert list(table["ms"]) == ["0.20", "0.300"]
-    assert path.read_text().splitlines()[1] == before[2]  # to the last character
-    record.write_results(path, _rows(ms="0.4", x="1", provider="other"))
-    assert len(pd.read_csv(path)) == 3
-    assert [p.name for p in path.parent.iterdir()] == ["square.csv"]
 
 
 def test_a_file_with_other_columns_is_not_touched(tmp_path: Path) -> None:
