@@ -174,40 +174,30 @@ def test_quantizing_saves_memory() -> None:
 # --- what it does not know ------------------------------------------------------------------------------------------
 
 
-def _state(model: Any) -> tuple[Any, ...]:
-    return model.config._experts_implementation, [type(m) for m in model.modules()], list(model.state_dict())
-
-
 def test_a_model_without_experts_is_refused() -> None:
     model = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
             vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
         )
     )
-    before = _state(model)
     for call in (interop.use_kernels, interop.quantize_experts, interop.check_experts):
         with pytest.raises(
             ValueError, match="must have experts on transformers' ExpertsInterface, got LlamaForCausalLM"
         ):
             call(model)
-    assert _state(model) == before
 
 
 def test_experts_of_another_shape_or_quantized_twice_are_refused() -> None:
     model = tiny_model("olmoe")
     last = list(interop.expert_modules(model))[-1][1]
     last.down_proj = torch.nn.Parameter(torch.zeros(4, 32, 17, device=runtime.DEVICE))
-    before = _state(model)
     for call in (interop.use_kernels, interop.quantize_experts):
         with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.experts \(OlmoeExperts\) must have 4 experts"):
             call(model)
-    assert _state(model) == before
     model = tiny_model("olmoe")
     interop.quantize_experts(model)
-    before = _state(model)
     with pytest.raises(ValueError, match="must be dense, but it is compressed already"):
         interop.quantize_experts(model)
-    assert _state(model) == before
 
 
 # --- expert parallelism ---------------------------------------------------------------------------------------------

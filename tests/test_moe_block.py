@@ -101,17 +101,6 @@ def _call(ids: torch.Tensor, **settings: Any) -> Any:
 # --- dense ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=str)
-@pytest.mark.parametrize("lora", (True, False), ids=("lora", "plain"))
-def test_dense(dtype: torch.dtype, lora: bool) -> None:
-    inputs, ids = _inputs(dtype=dtype)
-    if not lora:
-        inputs = {name: value for name, value in inputs.items() if name[0] not in "ab"}
-    check.check_op(
-        _call(ids, scaling=0.5), lambda **given: reference(**given, ids=ids, scaling=0.5), inputs, grads=tuple(inputs)
-    )
-
-
 @pytest.mark.parametrize("lora", (True, False), ids=("lora", "plain"))
 def test_slots_to_skip_and_biases(lora: bool) -> None:
     inputs, ids = _inputs()
