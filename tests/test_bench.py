@@ -177,7 +177,7 @@ def test_warming_calls_all_and_records_nothing(run: Run, tmp_path: Path) -> None
 
 def test_rows_of_several_folders_are_put_together(tmp_path: Path) -> None:
     row = dict.fromkeys(record.COLUMNS, "1")
-    for part, x, value in (("a", "1", "old"), ("b", "1", "new"), ("b", "2", "new")):
+    for part, x, value in (("a", "1", "0.10"), ("b", "1", "0.20"), ("b", "2", "0.300")):
         record.write_results(tmp_path / part / "gpu" / "nf4.csv", pd.DataFrame([row | {"x": x, "ms": value}]))
     for part, wrong in (("a", 1), ("b", 2)):
         table = pd.DataFrame([{"op": "f", "variant": "v", "dtype": "d", "shape": "s", "wrong": wrong}])
@@ -190,7 +190,7 @@ def test_rows_of_several_folders_are_put_together(tmp_path: Path) -> None:
         record.write_lines(tmp_path / part / "gpu" / "same_loss_curves.jsonl", [line], ("way",))
     assert command.main(["--merge", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path / "all")]) == 0
     folder = tmp_path / "all" / "gpu"
-    assert pd.read_csv(folder / "nf4.csv", dtype=str)[["x", "ms"]].to_numpy().tolist() == [["1", "new"], ["2", "new"]]
+    assert pd.read_csv(folder / "nf4.csv", dtype=str)[["x", "ms"]].to_numpy().tolist() == [["1", "0.20"], ["2", "0.300"]]
     assert pd.read_csv(folder / "layer_norm_barrier.csv")["wrong"].tolist() == [2]
     assert pd.read_json(folder / "same_loss_curves.jsonl", lines=True)["validation_loss"].tolist() == [[2]]
     with pytest.raises(SystemExit):

@@ -33,17 +33,6 @@ def rows() -> pd.DataFrame:
     )  # fmt: skip
 
 
-def test_ratios_are_taken_within_a_run(rows: pd.DataFrame) -> None:
-    found = measured.compared(rows).set_index(["run", "provider"])
-    assert dict(found["ratio"]) == {
-        ("a", "torch"): 3,
-        ("a", "liger"): 2,
-        ("a", "eager"): 0.25,
-        ("b", "torch"): 0.95,
-        ("d", "torch"): 0.5,
-    }
-
-
 def test_a_verdict_needs_bands_that_lie_apart(rows: pd.DataFrame) -> None:
     found = measured.compared(rows).set_index(["run", "provider"])
     assert found.loc[("a", "torch"), "verdict"] == "faster"

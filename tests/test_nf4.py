@@ -188,22 +188,6 @@ def test_prefetching_changes_nothing(double_quant, block_size, prefetch_soon, mo
 # --- multiply -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(3, 6, 64), (2, 5, 1032), (3, 5, 7)])
-def test_matmul(shape, dtype):
-    for double_quant in (False, True):
-        q = quantized(shape, 64, double_quant)
-        absmax = reference(q, dtype=torch.float64)
-        for m, expert in ((1, 0), (5, torch.tensor(1, device=DEV)), (17, 1)):
-            x = torch.randn(shape[2], m, device=DEV).t().to(dtype)
-            check.check_op(
-                lambda x, q=q, expert=expert: nf4_matmul(x, q, expert),
-                lambda x, w=absmax, expert=expert: x @ w[expert].to(x.dtype).t(),
-                {"x": x},
-                grads=["x"],
-            )
-
-
 @pytest.mark.skipif(not gluon_names.USABLE, reason="needs Gluon")
 def test_parts_of_k_have_one_row_of_tiles(monkeypatch):
     """More rows than a tile has never share K: workspace and tickets are those of one row of tiles."""

@@ -30,10 +30,6 @@ def test_real_text_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFix
     # A second run does not write over the first; --resume finds that all is done.
     assert cli.main(typed) == 2 and "holds a run already" in capsys.readouterr().err
     assert cli.main([*typed, "--resume"]) == 0 and "going on after step 16" in capsys.readouterr().out
-    assert cli.main([*typed[:4], str(tmp_path / "b"), "--width", "33"]) == 2
-    assert "width must be a multiple of heads" in capsys.readouterr().err
-    assert cli.main([*typed[:4], str(tmp_path / "b"), "--corpus", str(tmp_path / "none.txt")]) == 2
-    assert "none.txt" in capsys.readouterr().err
 
 
 def test_the_help_names_the_choices(capsys: pytest.CaptureFixture[str]) -> None:
