@@ -10,6 +10,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 
 def has(module: str) -> bool:
     """Whether the top-level ``module`` is installed; it is not imported."""
@@ -49,3 +51,31 @@ def axolotl(module: str) -> Any:
     """A module of axolotl's ScatterMoE, without the packages above it: their imports need all that axolotl installs."""
     package = _empty_packages("axolotl", "integrations", "kernels", "libs", "scattermoe_lora")
     return importlib.import_module(f"{package}.{module}")
+
+
+def experts_apart(
+    experts: Any, x: torch.Tensor, ids: torch.Tensor, gates: torch.Tensor, pairs: Mapping[str, Any]
+) -> torch.Tensor:
+    """A layer of experts as a program of one's own has it: PyTorch's grouped products, and LoRA pairs beside the weights.
+
+    Args:
+        experts: transformers' module, with dense weights. x, ids, gates: (T, H), (T, k), (T, k).
+        pairs: by the parameter's name a (E, r, K), b (E, N, r) and the scaling.
+    """
+    flat, slots = ids.flatten(), ids.shape[1]
+    order = flat.argsort()  # rows stay in it from the first product to the last
+    ends = torch.searchsorted(flat[order], torch.arange(experts.num_experts, device=x.device), right=True).int()
+
+    def product(rows: torch.Tensor, name: str) -> torch.Tensor:
+        weight = getattr(experts, name)
+        out = torch._grouped_mm(rows, weight if experts.is_transposed else weight.transpose(1, 2), offs=ends)
+        if name in pairs:
+            a, b, scaling = pairs[name]
+            for factor in (a, b):
+                rows = torch._grouped_mm(rows, factor.to(rows.dtype).contiguous().transpose(1, 2), offs=ends)
+            out = out + scaling * rows
+        return out + getattr(experts, f"{name}_bias")[flat[order]] if experts.has_bias else out
+
+    rows = product(experts._apply_gate(product(x[order // slots], "gate_up_proj")), "down_proj")
+    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
+    return (rows[back].view(*ids.shape, -1) * gates[..., None]).sum(1)

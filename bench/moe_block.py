@@ -3,7 +3,7 @@
 All providers are the same module of transformers with the same LoRA, which PEFT put on it; only who computes differs.
 
 - ``eager``, ``grouped_mm``, ``batched_mm``: transformers' own implementations on bfloat16 weights, with what PEFT does for
-  them (it adds each pair to the whole weight);
+  them (it adds each pair to the whole weight); ``grouped_mm:apart``: a program of one's own that keeps the pairs apart;
 - ``axolotl``: its ScatterMoE on the same bfloat16 weights, where it is installed, with the pairs as its patch of PEFT hands them on;
 - ``kernelbook``: ours on 4-bit experts, and ``kernelbook:dense`` on the bfloat16 weights.
 
@@ -142,7 +142,11 @@ class _Layer:
             out: torch.Tensor = self.modules[kind](x, ids, gates)
             return out
 
-        return self._axolotl if provider == "axolotl" else forward, self.parameters[kind]
+        others = {"axolotl": self._axolotl, "grouped_mm:apart": self._apart}
+        return others.get(provider, forward), self.parameters[kind]
+
+    def _apart(self, x: torch.Tensor, ids: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        return baselines.experts_apart(self.dense, x, ids, gates, self.pairs)
 
     def _axolotl(self, x: torch.Tensor, ids: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
         """What axolotl's patch of PEFT does in front of its kernels: each pair is cast and laid out anew."""
@@ -189,7 +193,7 @@ def _problem(mode: str, tokens: int, sizes: Sequence[int], zipf: float = 0.0) ->
 
         return timed(forward, layer.parameters["dense"], dtype)()
 
-    names = ["grouped_mm", "kernelbook:dense", "kernelbook"]
+    names = ["grouped_mm", *["grouped_mm:apart"] * (mode == "forward_backward"), "kernelbook:dense", "kernelbook"]
     if sizes[0] >= EAGER_EXPERTS and tokens in EAGER_TOKENS:
         names.insert(0, "eager")
     if mode == "forward" and tokens <= BATCHED_TOKENS and sizes[0] > 8:
@@ -232,7 +236,8 @@ def cases() -> Iterator[Case]:
 
 BENCH = Bench(
     name="moe_block",
-    baselines=dict.fromkeys(("eager", "grouped_mm", "batched_mm"), "transformers") | {"axolotl": "axolotl"},
+    baselines=dict.fromkeys(("eager", "grouped_mm", "grouped_mm:apart", "batched_mm"), "transformers")
+    | {"axolotl": "axolotl"},
     needs={"transformers": "everything", "peft": "forward + backward"},
     cases=cases,
 )

@@ -12,7 +12,10 @@ nothing is downloaded, and no time depends on what the weights are. Tasks:
 Providers, on the same weights as far as they are the same:
 
 - ``grouped_mm``, ``batched_mm``: transformers' experts in bfloat16, its attention (PyTorch's) and its norms; PEFT's LoRA;
+- ``grouped_mm:apart``: the same with PyTorch's grouped product of the pairs beside the weights, where PEFT adds each pair to its
+  whole weight in every step: a program of one's own (:func:`bench.baselines.experts_apart`);
 - ``bitsandbytes``: the same with the experts in its 4 bits, which are made dense where they are read;
+- ``matmul_ogs``: gpt-oss as transformers stores it in MXFP4, with products of Triton's ``triton_kernels`` (from a hub) and without gradients;
 - ``kernelbook``: experts in 4 bits (doubly quantized), attention and norms on the kernels; ``kernelbook:dense`` on the
   bfloat16 weights; ``kernelbook:offloaded`` with the experts in pinned host memory, and 12 GiB of the GPU's;
 - ``torch``: PyTorch's own layers, for a model without experts.
@@ -100,8 +103,12 @@ ONE_TOKEN = ("decode", "generate")
 SAME_BITS = "kernelbook:same_bits"
 EXPERTS = {"grouped_mm": "grouped_mm", "batched_mm": "batched_mm", "bitsandbytes": "grouped_mm"}
 OFFLOADED = "kernelbook:offloaded"
+APART = "grouped_mm:apart"
 CAP = 12 * 2**30  # bytes of the GPU's memory that PyTorch may take where experts are offloaded
-KINDS = dict.fromkeys(("grouped_mm", "batched_mm", "torch", "kernelbook:dense"), "dense") | {OFFLOADED: "offloaded"}
+KINDS = dict.fromkeys(("grouped_mm", APART, "batched_mm", "torch", "kernelbook:dense"), "dense") | {
+    OFFLOADED: "offloaded"
+}
+KINDS |= {name: name for name in ("bitsandbytes", "matmul_ogs")}
 
 
 # --- building -------------------------------------------------------------------------------------------------------
@@ -125,8 +132,8 @@ def build(config: Any, kind: str = "dense", *, dtype: torch.dtype = torch.bfloat
     """A random model whose weights are drawn on the device, one module after the other, and stored as ``kind``.
 
     ``"dense"``, ``"nf4"``, ``"nf4_double"``, ``"offloaded"``: doubly quantized, on the host; or ``"bitsandbytes"``: 4 bits,
-    doubly quantized, of that library. No more than one layer's experts are dense at a time. The same seed gives the same weights whatever ``kind`` is, but for ``"mxfp4"``:
-    random bytes with one scale, as large as the others, which are never dense.
+    doubly quantized, of that library. No more than one layer's experts are dense at a time. The same seed gives the same weights whatever ``kind`` is, but for ``"mxfp4"``
+    and ``"matmul_ogs"``, transformers' own MXFP4: random bytes with one scale, as large as the others, which are never dense.
     """
     from transformers import AutoModelForCausalLM
 
@@ -137,6 +144,8 @@ def build(config: Any, kind: str = "dense", *, dtype: torch.dtype = torch.bfloat
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
     generator = torch.Generator(runtime.DEVICE).manual_seed(seed)
+    if kind == "matmul_ogs":
+        _draw_matmul_ogs(model, config.initializer_range, generator)
     experts = {id(module): weight_names(module) for _, module in expert_modules(model)}
     done: dict[int, torch.nn.Parameter] = {}  # by the parameter that it stands for: tied ones are drawn once
     for module in list(model.modules()):
@@ -175,6 +184,14 @@ def build(config: Any, kind: str = "dense", *, dtype: torch.dtype = torch.bfloat
     return model.eval()
 
 
+def _random_mxfp4(
+    shape: Sequence[int], deviation: float, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """-> blocks (..., 16) of random codes, and one scale for all. Sixteen equally frequent values have a standard deviation of 2.93."""
+    blocks = torch.empty(*shape, dtype=torch.uint8, device=runtime.DEVICE).random_(0, 256, generator=generator)
+    return blocks, torch.full_like(blocks[..., 0], 127 + round(math.log2(deviation / 2.93)))
+
+
 def _draw_mxfp4(experts: Any, name: str, deviation: float, dtype: torch.dtype, generator: torch.Generator) -> None:
     """Random codes in the place of a parameter without storage."""
     from kernelbook.nn.parameters import store_parameter
@@ -182,14 +199,23 @@ def _draw_mxfp4(experts: Any, name: str, deviation: float, dtype: torch.dtype, g
 
     e, *sides = getattr(experts, name).shape
     n, k = reversed(sides) if experts.is_transposed else sides
-    blocks = torch.empty(e, n, k // 32, 16, dtype=torch.uint8, device=runtime.DEVICE)
-    blocks.random_(0, 256, generator=generator)
-    # Sixteen equally frequent values have a standard deviation of 2.93.
-    exponent = 127 + round(math.log2(deviation / 2.93))
-    scales = torch.full((e, n, k // 32), exponent, dtype=torch.uint8, device=runtime.DEVICE)
+    blocks, scales = _random_mxfp4((e, n, k // 32, 16), deviation, generator)
     store_parameter(
         experts, name, fp4_tensor(blocks, scales, dtype=dtype, in_place=True), transposed=experts.is_transposed
     )
+
+
+def _draw_matmul_ogs(model: Any, deviation: float, generator: torch.Generator) -> None:
+    """The same as transformers loads it: its own module for gpt-oss's experts, weights in the order of its kernels."""
+    from transformers.integrations import mxfp4
+    from transformers.utils.quantization_config import Mxfp4Config
+
+    mxfp4.replace_with_mxfp4_linear(model, quantization_config=Mxfp4Config())
+    kernels: Any = vars(mxfp4)["triton_kernels_hub"]  # which that has loaded
+    for experts in [module for module in model.modules() if isinstance(module, mxfp4.Mxfp4GptOssExperts)]:
+        for name in ("gate_up_proj", "down_proj"):
+            given = _random_mxfp4(getattr(experts, name).shape, deviation, generator)
+            mxfp4.swizzle_mxfp4_convertops(*given, experts, name, runtime.DEVICE, kernels)
 
 
 def _add_lora(model: Any, rank: int) -> Any:
@@ -207,19 +233,32 @@ def _add_lora(model: Any, rank: int) -> Any:
         return peft.get_peft_model(model, settings, autocast_adapter_dtype=False)
 
 
+def _experts_apart(self: Any, x: torch.Tensor, ids: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+    from kernelbook.interop.transformers_experts import LORA_ATTRIBUTE
+
+    return baselines.experts_apart(self, x, ids, gates, self.__dict__.get(LORA_ATTRIBUTE, {}))
+
+
 @contextlib.contextmanager
 def _running(model: Any, provider: str) -> Iterator[None]:
     """Within the context ``model`` computes as ``provider`` does."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
     from kernelbook.interop import transformers as interop
+    from kernelbook.interop.transformers_experts import NAME
     from kernelbook.nn import swap
 
     base = base_model(model)
     has_experts = any(True for _ in interop.expert_modules(base))
     if not provider.startswith("kernelbook"):
-        if has_experts:
+        if provider == APART:  # in the place of ours, to which PEFT's wrappers hand their pairs
+            interop.use_kernels(model)
+            ALL_EXPERTS_FUNCTIONS.register(NAME, _experts_apart)
+        elif has_experts:
             base.set_experts_implementation(EXPERTS[provider])
         base.set_attn_implementation("sdpa" if base._supports_sdpa else "eager")
         yield
+        interop.register()
         return
     if has_experts:
         interop.use_kernels(model)
@@ -377,7 +416,7 @@ class Plan:
     def kind(self) -> str:
         """How the experts are stored."""
         packed = "mxfp4" if MODELS[self.model][0] == "gpt_oss" else "nf4_double"
-        return KINDS.get(self.provider, "bitsandbytes" if self.provider == "bitsandbytes" else packed)
+        return KINDS.get(self.provider, packed)
 
     @property
     def mode(self) -> str:
@@ -412,8 +451,8 @@ def plans() -> list[Plan]:
                 found.append(Plan(model, provider, "decode"))
                 found += [Plan(model, provider, "prefill", graph=graph) for graph in ("1", "0")]
             for provider in own:
-                if provider != "bitsandbytes":
-                    found += [Plan(model, provider, "step", graph=graph) for graph in ("1", "0")]
+                for who in {"bitsandbytes": (), "grouped_mm": (provider, APART)}.get(provider, (provider,)):
+                    found += [Plan(model, who, "step", graph=graph) for graph in ("1", "0")]
         if model == "Qwen3-30B-A3B":
             found += [Plan(model, OFFLOADED, task, graph=graph) for task in ("copies", "step") for graph in ("0", "1")]
         both = ("kernelbook", SAME_BITS)
@@ -427,6 +466,8 @@ def plans() -> list[Plan]:
             Plan("gpt-oss-20b", provider, task, graph=graph) for task in ("step", "decode", "prefill") for graph in "10"
         ]
         found.append(Plan("gpt-oss-20b", provider, "decode", graph="compile"))
+    found += [Plan("gpt-oss-20b", APART, "step", graph=graph) for graph in "10"]
+    found += [Plan("gpt-oss-20b", "matmul_ogs", task, graph=graph) for task in ("decode", "prefill") for graph in "10"]
     found += [Plan("gpt-oss-120b", "kernelbook", "step", graph=graph) for graph in ("0", "1")]
     found.append(Plan("gpt-oss-120b", "kernelbook", "decode", graph="1"))
     # What transformers gives by itself: a growing cache, and all layers compiled.
@@ -576,8 +617,12 @@ def error_ratio(name: str, provider: str) -> float:
     plan = Plan(name, provider, "prefill")
     config = configuration(name, 2, tiny=True)
     config.initializer_range = 0.2  # weak weights would make every block look the same
-    if plan.kind == "bitsandbytes" and runtime.DEVICE.type != "cuda":
-        return math.nan
+    if (
+        provider == APART
+        or plan.kind == "matmul_ogs"
+        or (plan.kind == "bitsandbytes" and runtime.DEVICE.type != "cuda")
+    ):
+        return math.nan  # the first two take no float32
     with timing.allow_tf32(False):  # float32 products in float32: a tiny model is to route its tokens as float64 does
         model = build(config, plan.kind, dtype=torch.float32)
         plain = _plain_copy(config, model)
@@ -671,8 +716,9 @@ def bench(
 BENCH = Bench(
     name="whole_model",
     keys={PARTS_STEM: PARTS_KEY},
-    baselines=dict.fromkeys(("torch", "grouped_mm", "batched_mm"), "transformers") | {"bitsandbytes": "bitsandbytes"},
-    needs={"transformers": "everything", "peft": "every step"},
+    baselines=dict.fromkeys(("torch", "grouped_mm", APART, "batched_mm", "matmul_ogs"), "transformers")
+    | {"bitsandbytes": "bitsandbytes"},
+    needs={"transformers": "everything", "peft": "every step", "kernels": "matmul_ogs"},
     left_out=(
         "steps of bitsandbytes (PEFT 0.21 cannot put LoRA on experts in its 4 bits)",
         "axolotl (its kernels try hundreds of tiles for each size, which takes minutes; one layer of it: bench moe_block)",

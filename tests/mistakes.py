@@ -34,6 +34,7 @@ MISTAKES = {
     "rows_of_N": ("softmax", "_softmax_kernel[(M,)](x, *x.stride()", "_softmax_kernel[(M,)](x, N, 1", "", "stride"),
     "the_weight_is_contiguous": ("rms_norm", "x, *x.stride(), weight, weight.stride(0), y", "x, *x.stride(), weight, 1, y", "", "stride"),
     "the_residual_lies_as_x_does": ("residual_relu", "*residual.stride()", "*x.stride()", "mixed", "stride"),
+    "the_addend_lies_as_x_does": ("vector_add", "y, y.stride(0)", "y, x.stride(0)", "mixed", "stride"),
     "ids_are_contiguous": ("topk_gather", "slot // k * stride_t + slot % k * stride_k", "slot", "", "stride"),
     "dy_is_contiguous": ("softmax_autograd", "dy, *dy.stride(), y", "dy, dy.shape[1], 1, y", "", "dy"),
     "the_result_lies_as_x_does": ("softmax", "y = torch.empty(M, N, dtype=x.dtype, device=x.device)", "y = torch.empty_like(x)", "is off by", "stride"),
@@ -56,6 +57,8 @@ MISTAKES = {
     "no_maximum_in_16_bits": (
         "softmax", "x = tl.exp(x - tl.max(x))", "x = tl.exp(x - (tl.max(x) if x_ptr.dtype.element_ty == tl.float32 else 0.0))", "float16", "scale",
     ),
+    "no_maximum_before_a_gradient": ("softmax_autograd", "tl.exp(x - tl.max(x))", "tl.exp(x)", "numbers around 300", "scale"),
+    "the_last_of_equal_ones": ("row_argmax", "tl.argmax(x, axis=0)", "tl.max(tl.where(x == tl.max(x), tl.arange(0, BLOCK_N), -1))", "is wrong in", "scale"),
     "rows_dropped_in_float16": ("rms_norm_dw", "partial, M, N,\n", "partial, min(M, 32) if x.dtype == torch.float16 else M, N,\n", "float16", "dtype"),
     # --- 32 bits
     "a_row_of_32_bits": ("softmax", "row = tl.program_id(0).to(tl.int64)", "row = tl.program_id(0)", ".to(tl.int64)", "overflow"),
@@ -79,6 +82,7 @@ MISTAKES = {
     "a_result_that_is_kept": (
         "copy", "def copy(x):\n    out = torch.empty_like(x)", "KEPT = {}\n\n\ndef copy(x):\n    out = KEPT.setdefault((len(x), x.dtype), torch.empty_like(x))", "of several calls", "kept",
     ),
+    "every_second_call": ("copy", "    if len(x):\n        _copy", "    KEPT.append(x.shape)\n    if len(KEPT) % 2:\n        _copy", "called once more, it is right", "again", "def copy(x):", "KEPT = []\n\n\ndef copy(x):"),
     # --- not judged
     "pytorch_sums": ("row_sum", "    if M:\n        _row_sum_kernel", "    return x.sum(-1)\n    if M:\n        _row_sum_kernel", "PyTorch computes in it: sum", "rule"),
     "the_host_waits": ("row_sum", "    if M:\n        _row_sum_kernel", "    if M and x.max().item() > -1e9:\n        _row_sum_kernel", "PyTorch computes in it", "rule"),

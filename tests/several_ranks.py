@@ -1,7 +1,8 @@
 """What each rank does in the tests of several: ``torchrun --nproc-per-node N tests/several_ranks.py FOLDER CHECK...``.
 
-Starting processes costs more than the checks, so many of them share a group. Each says ``ok <name>`` from every rank; the
-first that fails ends all. It runs on GPUs over NCCL where there are any.
+Starting processes costs more than the checks, so many of them share a group; without torchrun, ``python tests/several_ranks.py N
+FOLDER CHECK...``, ranks are forks of a process that has imported all. Each says ``ok <name>`` from every rank; the first that fails
+ends all. It runs on GPUs over NCCL where there are any.
 """
 
 import copy
@@ -26,6 +27,7 @@ from torch.distributed.checkpoint import load, save
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.launcher import LaunchConfig, elastic_launch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -598,15 +600,15 @@ CHECKS: dict[str, Callable[[Path], None]] = {
 }  # fmt: skip
 
 
-def main() -> None:
+def main(folder: str, *checks: str) -> None:
     faulthandler.dump_traceback_later(float(os.environ.get("SECONDS_FOR_CHECKS", "500")), exit=True)
     torch.set_num_threads(1)
     remembered_types.remember()
     gc.freeze()  # see conftest.py
     gc.set_threshold(100_000, 20, 100)
     parallel.start()
-    for name in sys.argv[2:]:
-        CHECKS[name](Path(sys.argv[1]))
+    for name in checks:
+        CHECKS[name](Path(folder))
         dist.barrier()
         sys.stdout.write(f"ok {name} {dist.get_rank()}\n")  # at once: ranks share the pipe
         sys.stdout.flush()
@@ -614,4 +616,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if "RANK" in os.environ:
+        main(*sys.argv[1:])
+    else:
+        how = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "max_restarts": 0, "start_method": "fork"}
+        elastic_launch(LaunchConfig(1, 1, int(sys.argv[1]), **how), main)(*sys.argv[2:])

@@ -5,7 +5,6 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from bench import counters as bench_counters
 from kernelbook.lab import measured, record
 
 
@@ -139,20 +138,3 @@ def test_what_is_wrong_is_no_baseline(monkeypatch: pytest.MonkeyPatch, tmp_path:
     rows.assign(err_ratio=[1.0, 292.0, None]).to_csv(tmp_path / "gpu" / "attention.csv", index=False)
     assert record.load_results("attention", "gpu")["provider"].tolist() == ["torch", "unchecked"]
     assert record.wrong_results("attention", "gpu")["provider"].tolist() == ["peer"]
-
-
-def test_of_the_counters_of_a_call_those_that_pages_read_are_kept() -> None:
-    stalled = "smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio"
-    columns = ["ID", "Kernel Name", "gpu__time_duration.sum", stalled, "sm__other.sum"]
-    rows = [
-        ["", "", "ns", "inst", "%"],
-        ["0", "_short", "999", "1", "3"],
-        ["1", "void long(int, int)", "61,184", "0.25", "3"],
-    ]
-    text = "\n".join(["==PROF== Connected", *(",".join(f'"{cell}"' for cell in row) for row in [columns, *rows])])
-    kept = bench_counters.read_raw(text)
-    assert kept["kernel"].tolist() == ["_short"] * 2 + ["void long(int, int)"] * 2
-    kept = kept.loc[kept["launch"] == 1]
-    assert kept["unit"].tolist() == ["ns", "inst"]
-    assert dict(zip(kept["metric"], kept["value"], strict=True)) == {"gpu__time_duration.sum": "61184", stalled: "0.25"}
-    assert bench_counters.read_raw("").empty

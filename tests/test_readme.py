@@ -42,7 +42,8 @@ SAID = [
     ("flash_attention", "backward", "sequences=", "sdpa_mask", FASTER),
     ("flash_attention", "backward", "sequences=", "flash_attention_4", LEVEL),
     ("flash_attention", "backward", "", "sdpa_flash", FASTER),
-    ("flash_attention", "backward", " D=128 ", "sdpa_cudnn", LEVEL),
+    ("flash_attention", "backward", " D=128 causal=yes", "sdpa_cudnn", LEVEL),
+    ("flash_attention", "backward", " D=128 causal=no", "sdpa_cudnn", SLOWER),
     ("flash_attention", "backward", " D=(?:64|256) ", "sdpa_cudnn", FASTER),
     ("flash_attention", "backward", " D=(?:64|128) ", "flash_attention_4", SLOWER),
     ("flash_attention", "backward", " D=256 ", "flash_attention_4", FASTER),
@@ -75,3 +76,11 @@ def test_its_table_says_what_is_recorded() -> None:
         )
         middle = rows.loc[those, "ratio"].median()
         assert low < middle < high, f"{op}, {mode}, {peer}: the median is {middle:.2f}, README says otherwise"
+
+
+def test_training_steps_gain_most_in_a_graph() -> None:
+    rows = record.load_results("whole_model").query("mode == 'step' and provider in ('kernelbook', 'grouped_mm')")
+    rows = rows.join(rows["shape"].str.extract(r"model=(?P<model>\S+).*graph=(?P<graph>\d)"))
+    times = rows.pivot(index=["model", "graph"], columns="provider", values="ms")
+    gain = (times["grouped_mm"] / times["kernelbook"]).unstack("graph").dropna()
+    assert len(gain) and (gain["1"] > gain["0"]).all() and (gain["1"] > FASTER[0]).all()

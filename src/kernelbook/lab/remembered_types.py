@@ -1,4 +1,8 @@
-"""Caches in Triton's interpreter, which makes types, shapes and wrappers anew for every value: they halve its time.
+"""Caches in Triton's interpreter, which makes types, shapes and wrappers anew for every value, and asks what two values of one
+dtype become: they halve its time.
+
+Python 3.11 and later keep frames in chunks of 16 KiB. Where a kernel is interpreted at the end of a chunk, each call maps another
+and unmaps it, which doubles the time again. A launch begins a chunk of its own, with room for all that it calls.
 
 They are for Triton 3.7. With another, or without this file, all runs as Triton has it. ``test_evidence_memory`` compares
 the two.
@@ -16,6 +20,7 @@ from kernelbook import runtime
 import triton
 import triton.language as tl
 from triton.language import core
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 of_triton: dict[tuple[Any, str], Any] = {}  # by class or module, and name: what stands there without these caches
@@ -70,7 +75,8 @@ def _builtins_of(pkg: Any) -> list[str]:
 
 @functools.cache
 def _patched(member: Any) -> Any:
-    return lambda *args, **kwargs: member(*args, **kwargs | {"_semantic": interpreter.interpreter_semantic})
+    called = getattr(member, "__wrapped__", member)
+    return lambda *args, _semantic=None, **kwargs: called(*args, **kwargs, _semantic=interpreter.interpreter_semantic)
 
 
 def _patch_builtin(pkg: Any, builder: Any, scope: Any) -> None:
@@ -79,11 +85,26 @@ def _patch_builtin(pkg: Any, builder: Any, scope: Any) -> None:
             scope.set_attr(pkg, name, _patched(member))
 
 
+def _broadcast_impl_value(self: Any, lhs: Any, rhs: Any) -> Any:
+    if lhs.shape is rhs.shape:
+        return lhs, rhs
+    return of_triton[TritonSemantic, "broadcast_impl_value"](self, lhs, rhs)
+
+
+def _binary_op_type_checking_impl(self: Any, lhs: Any, rhs: Any, *how: bool) -> Any:
+    divides = how[3:]
+    if type(lhs) is type(rhs) is core.tensor and lhs.dtype is rhs.dtype and not (divides or lhs.dtype.is_ptr()):
+        return self.broadcast_impl_value(lhs, rhs)
+    return of_triton[TritonSemantic, "binary_op_type_checking_impl"](self, lhs, rhs, *how)
+
+
 CACHED: dict[tuple[Any, str], Any] = {
     (core.block_type, "__new__"): _new_block,
     (core.block_type, "__init__"): _init_block,
     (core.tensor, "__init__"): _init_tensor,
     (core, "_unwrap_if_constexpr"): _unwrap_if_constexpr,
+    (TritonSemantic, "broadcast_impl_value"): _broadcast_impl_value,
+    (TritonSemantic, "binary_op_type_checking_impl"): _binary_op_type_checking_impl,
     (interpreter, "_get_np_dtype"): _get_np_dtype,
     (interpreter, "_patch_builtin"): _patch_builtin,
 }
@@ -98,4 +119,6 @@ def remember() -> None:
     for (place, name), member in CACHED.items():
         of_triton[place, name] = getattr(place, name)
         setattr(place, name, member)
+    launch = interpreter.GridExecutor.__call__
+    launch.__code__ = launch.__code__.replace(co_stacksize=2**17)  # a chunk is the power of two above: half is left
     of_triton[core.block_type, "__new__"] = lambda cls, *args: object.__new__(cls)

@@ -47,7 +47,7 @@ class Draw:
         self.generator = torch.Generator().manual_seed(seed)
         self.dtype, self.layouts, self.scale = dtype, itertools.cycle([layout]), scale
         if layout == "mixed":
-            self.layouts = itertools.cycle(("transposed", "contiguous", "padded"))
+            self.layouts = itertools.cycle(("transposed", "padded", "contiguous"))
 
     def __call__(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Normal numbers with the standard deviation ``scale``."""
@@ -65,6 +65,11 @@ class Draw:
         """Rows around 1 and then around -1: times numbers around 1 their sum rises and comes back, and shows what was rounded on the way."""
         mean = torch.where(torch.arange(K) < K / 2, 1.0, -1.0)
         return self._placed((torch.randn((M, K), generator=self.generator) + mean) * self.scale, self.dtype)
+
+    def shifted(self, M: int, N: int) -> torch.Tensor:
+        """Normal numbers, each row around a number of its own as large as ``scale``: exponentials overflow, and no number of a row outweighs all others."""
+        rows = torch.randn((M, 1), generator=self.generator) * self.scale
+        return self._placed(torch.randn((M, N), generator=self.generator) + rows, self.dtype)
 
     def probabilities(self, *shape: int) -> torch.Tensor:
         """Rows that sum to one."""
@@ -181,11 +186,9 @@ def _named(names: str, *rows: tuple[int, ...]) -> tuple[Sizes, ...]:
     return tuple(dict(zip(names.split(), row, strict=True)) for row in rows)
 
 
-# One element, one row, primes, many rows, more than a tile of 1,024 and of 4,096.
-_MATRICES = _named("M N", (1, 1), (1, 7), (3, 16), (7, 97), (67, 5), (2, 1031), (1, 4099))
+# One element, one row, primes, many rows, more than a tile of 1,024 and of 4,096: two rows, since the sum of one may be all cancellation.
+_MATRICES = _named("M N", (1, 1), (1, 7), (3, 16), (7, 97), (67, 5), (2, 1031), (2, 4099))
 _UP_TO_4096 = _MATRICES[:-1]
-# In a row of one element a norm's gradient by x is all cancellation: what is left is rounding, PyTorch's and a reader's.
-_LONGER_ROWS = _named("M N", (1, 3), *[(row["M"], row["N"]) for row in _MATRICES[1:]])
 # Sizes for a GPU, by their letters: tokens M and T, a model's width N and K, experts E, heads H of D numbers ...
 _REAL = {"M": 8192, "N": 4096, "K": 4096, "n": 2**26, "R": 65536, "T": 4096, "k": 4, "E": 128}
 _REAL |= {"H": 16, "D": 128, "L": 1434, "A": 26, "width": 512}
@@ -261,8 +264,10 @@ _add(
 _add(
     "softmax_autograd(x): softmax of each row, with a gradient, as an autograd.Function. x (M, N), rows of up to 4096 -> (M, N)",
     lambda x: torch.softmax(x, -1),
-    sizes=_UP_TO_4096[1:],
+    _draw(x="shifted M N"),
+    _UP_TO_4096[1:],
     grads=("x",),
+    scales=(1.0, 300.0),
     how="forward saves y; backward(ctx, dy) gives y * (dy - sum(dy * y)), the sum over the row: a kernel of the same shape.",
     picture=" x -- forward ->  y\ndx <- backward -- dy",
 )
@@ -270,7 +275,8 @@ _add(
     "row_argmax(x): the place of the largest number of each row, the first of equal ones. x (M, N), rows of up to 4096 -> (M,) int64",
     lambda x: x.argmax(-1),
     sizes=_UP_TO_4096,
-    hints={"tail": "A masked element may not win: load other=-inf."},
+    scales=(1.0, 20.0, 0.0),  # of equal numbers each is the largest
+    hints=dict.fromkeys(("tail", "scale", "dtype"), "A masked -inf never wins; of equal numbers the first does."),
     how="tl.argmax(x, axis=0) takes the first of equal ones; what it gives is int32, the result is int64.",
     picture="3 9 9  ->  1\n7 2 5  ->  0",
 )
@@ -384,11 +390,12 @@ _add(
     peer=lambda x, weight: F.rms_norm(x, weight.shape, weight, EPS),
     how="One program a row: load it once, y = x * (1 / tl.sqrt(tl.sum(x * x) / N + eps)) * w, store it with mask=offs_n < N.",
 )
+# In a row of few elements this is all cancellation: what is left is rounding, PyTorch's and a reader's.
 _add(
     "rms_norm_dx(dy, x, weight): the gradient of rms_norm by x. dy, x (M, N), weight (N,) -> dx (M, N) contiguous",
     _rms_norm_dx,
     _NORM_GRAD_INPUTS,
-    _LONGER_ROWS,
+    _MATRICES[1:],
     also=("sum",),
     how="g = dy * weight and xhat = x * rstd: dx = rstd * (g - xhat * mean(g * xhat)), the mean over the row. One program a row.",
     scales=_NORM_SCALES,
@@ -405,7 +412,7 @@ _add(
     "rms_norm_autograd(x, weight): rms_norm with gradients by x and weight, as an autograd.Function. x (M, N), weight (N,) -> (M, N) contiguous",
     _rms_norm,
     _NORM_INPUTS,
-    _LONGER_ROWS,
+    _MATRICES[1:],
     grads=("x", "weight"),
     also=("sum",),
     peer=lambda x, weight: F.rms_norm(x, weight.shape, weight, EPS),
@@ -470,7 +477,6 @@ _add(
     _draw(a="M K", b="K N"),
     _named("M K N", (1, 1, 1), (1, 17, 5), (16, 16, 16), (33, 70, 41), (64, 128, 32)),
     flops=lambda s: 2 * s["M"] * s["K"] * s["N"],
-    hints={"dtype": "float32 inputs: tl.dot(..., input_precision='ieee'), or ten of 23 bits are kept."},
     how="A program owns a tile of the result and loops over K: acc = tl.dot(a, b, acc). Tiles are at least 16 in every direction.",
 )
 _add(

@@ -27,7 +27,7 @@ def _product(x: torch.Tensor, q: NF4Tensor, expert: torch.Tensor | int) -> torch
     return x @ q.as_float64()[expert].view(q.shape[1:]).to(x.dtype).t()
 
 
-def _given_matmul(m: int = 4, n: int = 32, k: int = 64, experts: int = 3, kind: str = "64", expert: Any = 1) -> Given:
+def _given_matmul(m: int = 4, n: int = 8, k: int = 64, experts: int = 3, kind: str = "64", expert: Any = 1) -> Given:
     return {"x": draw(m, k), "q": weights(experts, n, k, kind=kind), "expert": expert}
 
 

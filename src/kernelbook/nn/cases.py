@@ -103,8 +103,8 @@ MODULES = {
         function=nn.load_balancing_loss, given=lambda: {"probabilities": draw_shares(4, 3), "expert_ids": choose()},
         but=("forward mode",),  # which is PyTorch's
     ),
-    "NF4Linear": _module(lambda: nn.NF4Linear(64, 32), _tokens),
-    "NF4Linear with LoRA": _module(lambda: nn.NF4Linear(64, 32).add_lora(2), _tokens),
+    "NF4Linear": _module(lambda: nn.NF4Linear(64, 8), _tokens),
+    "NF4Linear with LoRA": _module(lambda: nn.NF4Linear(64, 8).add_lora(2), _tokens),
     "GatedExperts": _module(_experts, routed),
     "GatedExperts with LoRA": _module(lambda: _experts().add_lora(2), routed),
     "GatedExperts in 4 bits": _module(lambda: _experts().quantize(), routed),

@@ -61,7 +61,7 @@ CASES = {
     ),
     "scatter_ffn, plain": Case(
         function=scatter_ffn, given=given_network, reference=scatter_ffn_reference,
-        options={"gated": False, "biases": True, "activation": "gelu"},
+        options={"m": 2, "gated": False, "biases": True, "activation": "gelu"},
     ),
 }  # fmt: skip
 
