@@ -711,6 +711,30 @@ def test_gradients_of_many_vectors_are_right_or_refused(name: str) -> None:
         _equal(found, [torch.stack(pair) for pair in zip(*(gradients(v, False) for v in vectors), strict=True)])
 
 
+@_that("vmap", gradients=True)
+def test_calls_of_vmap_are_so_many_calls(name: str) -> None:
+    """With their gradients by ``backward()``; other ways to differentiate are refused within ``torch.vmap`` too."""
+    case = CASES[name]
+    given = case.of()
+    first = case.leaves(given)[0]
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return case.results(given | {first: x})[0]
+
+    def with_gradient(calls: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+        x = torch.stack([given[first], 2 * given[first]]).requires_grad_()
+        y = calls(x)
+        y.backward(_weights(y))
+        return [y.detach(), x.grad]
+
+    _equal(with_gradient(torch.vmap(call)), with_gradient(lambda x: torch.stack([*map(call, x)])))
+    x = given[first][None]
+    with pytest.raises(NotImplementedError, match=r"must be differentiated by torch\.autograd"):
+        torch.func.jvp(torch.vmap(call), (x,), (x,))
+    with pytest.raises(NotImplementedError, match=r"got torch\.func"):
+        torch.func.vjp(torch.vmap(call), x)
+
+
 # --- the properties notice a fault ------------------------------------------------------------------------------------
 
 
@@ -794,6 +818,7 @@ FAULTS: dict[str, tuple[Callable[..., None], tuple[Any, ...], Callable[..., Any]
     "changed": (
         test_what_is_changed_before_the_backward_pass_is_an_error, (), _with_backward(lambda ctx, dy: 2 * ctx.unversioned * dy),
     ),
+    "calls of vmap": (test_calls_of_vmap_are_so_many_calls, (), lambda x, weight: x * weight * (1 + x.requires_grad)),
     "many vectors": (
         test_gradients_of_many_vectors_are_right_or_refused, (),
         _with_backward(lambda ctx, dy: 2 * ctx.saved_tensors[0] * dy * float(dy.sum() > -1e9)),

@@ -88,6 +88,12 @@ def test_scales_of_each_expert() -> None:
     assert torch.equal(kb.nf4_dequantize(both, dtype=torch.float32), expected)
 
 
+def test_a_tensor_scale_is_one_number_whatever_its_shape() -> None:
+    packed, scales, _ = fp4_parts(kb.fp4_quantize(torch.randn(4, 64, device=DEV), format="nvfp4"))
+    each = [kb.fp4_tensor(packed, scales, torch.full(n * (1,), 2.0, device=DEV)).as_float64() for n in range(3)]
+    assert torch.equal(each[0], each[1]) and torch.equal(each[0], each[2])
+
+
 def test_bad_arguments() -> None:
     w, packed = torch.randn(2, 4, 64, device=DEV), torch.zeros(2, 4, 32, dtype=torch.uint8, device=DEV)
     e4m3 = torch.zeros(2, 4, 4, device=DEV).to(torch.float8_e4m3fn)

@@ -131,6 +131,12 @@ def test_locks_take_no_row_that_is_too_long() -> None:
     refused(layer_norm_with_locks, {}, {"x": lambda: randn(1, 2**15 + 1)}, message)
 
 
+def test_an_exported_norm_takes_any_number_of_rows() -> None:
+    norm, x = LayerNorm(8).to(runtime.DEVICE), randn(5, 8)
+    exported = torch.export.export(norm, (x,), dynamic_shapes=({0: torch.export.Dim("rows")},))
+    assert torch.equal(exported.module()(x[:3]), norm(x[:3]))
+
+
 def test_too_many_columns() -> None:
     x = torch.empty(1, 1, device=runtime.DEVICE).expand(1, 2**31)
     with pytest.raises(ValueError, match="layer_norm: x must have fewer than 2\\^31 rows and columns"):

@@ -191,7 +191,9 @@ def test_clamped_swiglu_keeps_nan() -> None:
     assert ClampedSwiGLU()(h).isnan().tolist() == [[True, True, False]]
 
 
-@pytest.mark.parametrize(("name", "value"), (("limit", 0.0), ("limit", float("inf")), ("alpha", "1")))
+@pytest.mark.parametrize(
+    ("name", "value"), (("limit", 0.0), ("limit", float("inf")), ("alpha", float("nan")), ("alpha", "1"))
+)
 def test_clamped_swiglu_names_what_is_wrong(name: str, value: Any) -> None:
     with pytest.raises((TypeError, ValueError), match=f"ClampedSwiGLU: {name} must be"):
         ClampedSwiGLU(**{name: value})
@@ -290,6 +292,21 @@ def test_float8_dequantize(shape: tuple[int, int, int], block: tuple[int, int] |
     assert torch.equal(q.dequantize(dtype=torch.float32), expected)
     picked = torch.tensor([1, 0, 1], device=DEVICE)
     assert torch.equal(q.dequantize(picked, torch.bfloat16), expected.bfloat16()[picked])
+    with pytest.raises(ValueError, match="Float8Tensor: block must be at least 1, got 0"):
+        Float8Tensor(values, q.scale, (0, bj))
+
+
+@pytest.mark.parametrize("active", ("auto", "all", "bound"))
+def test_vmap_takes_compressed_experts(active: str) -> None:
+    layer = MoELayer(4, 32, 32, 1, device=DEVICE)
+    layer.experts.add_lora(2).quantize().active = active
+    torch.nn.init.normal_(layer.experts.down_b)
+    found = []
+    for calls in (torch.vmap(layer), lambda x: torch.stack([*map(layer, x)])):
+        x = torch.ones(2, 2, 32, device=DEVICE).cumsum(0).requires_grad_()
+        out = calls(x)
+        found.append([out, *torch.autograd.grad(out.square().sum(), [x, layer.experts.down_a])])
+    torch.testing.assert_close(*found)
 
 
 @pytest.fixture

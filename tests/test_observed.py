@@ -29,6 +29,16 @@ def test_a_trace_observes() -> None:
     assert not any(found)
 
 
+def test_a_compiler_sees_that_vmap_wants_a_gradient() -> None:
+    x = torch.randn(2, 3, 8, device=runtime.DEVICE)
+    grads = []
+    for call in (torch.compile(torch.vmap(kb.layer_norm), fullgraph=True, backend="aot_eager"), kb.layer_norm):
+        leaf = x.clone().requires_grad_()
+        call(leaf).square().sum().backward()
+        grads.append(leaf.grad)
+    torch.testing.assert_close(*grads)
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace", "ignore:Converting a tensor", "ignore::torch.jit.TracerWarning")
 def test_torch_jit_trace_takes_a_norm_without_gradients() -> None:
     """And the trace is PyTorch's own check's, of another number of rows too. book/package.md promises no more."""

@@ -54,6 +54,9 @@ def test_the_mode_belongs_to_a_thread_and_a_task() -> None:
     async def both() -> None:
         await asyncio.gather(*(asyncio.create_task(one(enabled)) for enabled in (True, False, True)))
 
+    async def within() -> bool:
+        return runtime.in_same_bits()
+
     with kb.same_bits():
         thread = threading.Thread(target=lambda: seen.append(not runtime.in_same_bits()))
         thread.start()
@@ -61,10 +64,12 @@ def test_the_mode_belongs_to_a_thread_and_a_task() -> None:
         with kb.same_bits(False):
             seen.append(not runtime.in_same_bits())
         seen.append(runtime.in_same_bits() and runtime.properties().same_bits)
+        seen.append(asyncio.run(within()))
     asyncio.run(both())
+    seen.append(not asyncio.run(kb.same_bits()(within)()))
     with pytest.raises(ZeroDivisionError), kb.same_bits():
         raise ZeroDivisionError
-    assert seen == [True] * 6 and not runtime.in_same_bits() and not runtime.properties().same_bits
+    assert seen == [True] * 8 and not runtime.in_same_bits() and not runtime.properties().same_bits
     with pytest.raises(TypeError, match="same_bits: enabled must be a bool, got int"), kb.same_bits(1):  # type: ignore[arg-type]
         pass
 

@@ -76,6 +76,12 @@ def test_gpt_is_the_textbooks(device: torch.device) -> None:
     torch.testing.assert_close(model(changed)[:, :-1], ours[:, :-1])
 
 
+def test_gpt_has_a_shape_where_it_has_no_memory() -> None:
+    with torch.device("meta"):
+        model = GPT(GPTConfig(vocab_size=11, context=8, width=32, depth=1, heads=2, chunk_size=16))
+        assert model(torch.zeros(2, 8, dtype=torch.int64)).shape == (2, 8, 11)
+
+
 def test_gpt_compiles_to_one_graph(device: torch.device) -> None:
     model = GPT(GPTConfig(vocab_size=11, context=8, width=32, depth=1, heads=2, chunk_size=16)).to(device)
     for layer in model.sparse_layers().values():

@@ -182,7 +182,9 @@ def test_a_learning_rate_on_the_device_and_a_saved_state(device: torch.device) -
         ({"params": [torch.nn.Parameter(torch.zeros(2, 2).half())]}, TypeError, "params must have dtype float32"),
         ({"params": [torch.nn.Parameter(torch.zeros(2, 3).t())]}, ValueError, "params must be contiguous"),
         *(({name: float("nan")}, ValueError, f"{name} must not be negative.*, got nan") for name in NUMBERS),
+        ({"betas": (0.9,)}, ValueError, "betas must lie in"),
         ({"lr": torch.ones(2)}, ValueError, r"lr must have one element, got shape \(2,\)"),
+        ({"lr": torch.ones(1, device="meta")}, ValueError, "lr must be on the device of params"),
     ),
 )
 def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], message: str, device: torch.device) -> None:
@@ -195,6 +197,16 @@ def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], messag
     with pytest.raises(error, match=f"ChunkAdamW: {message}"):
         adam.add_param_group(given)
     assert len(adam.param_groups) == 1
+
+
+@pytest.mark.parametrize(("scale", "error"), ((0.5, TypeError), (torch.ones(0), ValueError)), ids=("number", "empty"))
+def test_a_scale_is_one_number_on_the_device(scale: Any, error: type[Exception], device: torch.device) -> None:
+    param = torch.nn.Parameter(torch.zeros(2, 2, device=device))
+    param.grad = torch.ones_like(param)
+    scale = scale.to(device) if isinstance(scale, torch.Tensor) else scale
+    with pytest.raises(error, match="ChunkAdamW: scale must"):
+        ChunkAdamW([param]).step(scale=scale)
+    assert not param.any()
 
 
 # --- compact gradients ----------------------------------------------------------------------------------------------

@@ -154,6 +154,8 @@ def test_what_is_no_scheduler() -> None:
         make_scheduler("knn", LAYOUT, explore=2)
     with pytest.raises(ValueError, match=r"decay must lie in \[0, 1\), got 2"):
         make_scheduler("ema_topk", LAYOUT, decay=2)
+    with pytest.raises(TypeError, match="seed must be an integer, got float"):
+        make_scheduler("random", LAYOUT, seed=1.5)
     with pytest.raises(ValueError, match="k must be at least 1, got 0"):
         make_scheduler("knn", LAYOUT, k=0)
 

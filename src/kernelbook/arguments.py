@@ -42,9 +42,12 @@ def check_tensor(
         expected = ("no dimension", "one dimension", "two dimensions", "three dimensions")[dims]
         raise ValueError(f"{op}: {name} must have {expected}, got shape {tuple(value.shape)}")
     if not torch.compiler.is_compiling():
+        inner = value
+        while torch._C._functorch.is_batchedtensor(inner):  # torch.func.vmap within another transform
+            inner = torch._C._functorch.get_unwrapped(inner)
         # Forward-mode differentiation would leave the operator out silently.
-        forward_mode = forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None
-        if forward_mode or torch._C._functorch.is_gradtrackingtensor(value):
+        forward_mode = forward_ad._current_level >= 0 and forward_ad.unpack_dual(inner).tangent is not None
+        if forward_mode or torch._C._functorch.is_gradtrackingtensor(inner):
             how = "forward mode (torch.func.jvp, torch.autograd.forward_ad)" if forward_mode else "torch.func"
             raise NotImplementedError(f"{op}: {name} must be differentiated by torch.autograd (backward), got {how}")
     if value.dtype == torch.bfloat16 and not value.is_meta and not runtime.properties(value.device).has_tensor_cores:

@@ -49,6 +49,7 @@ SOURCES = _hash_of_library()
 _dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 _trace, _profiling = torch._C._get_tracing_state, torch._C._autograd._profiler_enabled
 _autocasts = torch._C._is_any_autocast_enabled
+_transforms = torch._C._are_functorch_transforms_active  # to Dynamo a constant
 _dynamo_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
 
@@ -279,7 +280,9 @@ class Op:
 
     def _by_operator(self, args: tuple[Any, ...], sources: str) -> Any:
         if self._records:
-            args = (*args, torch.is_grad_enabled() and self._requires_grad(*args))
+            # What torch.func.vmap has wrapped does not say that a gradient is wanted of it.
+            wanted = torch.is_grad_enabled() and (self._requires_grad(*args) or _transforms())
+            args = (*args, wanted)
         found = self.operator(*args, sources)
         if self._num_outputs <= 1:
             return found

@@ -282,9 +282,10 @@ def same_bits(enabled: bool = True) -> Iterator[None]:
     A backward pass is in the mode of its forward pass, wherever it runs. In it the gradients of rows depend on their own
     sequence alone; those of weights add up over the batch, and are the same bits run after run for the same batch.
 
-    The mode belongs to this thread and this asynchronous task; one that is started within begins without it. It is a decorator
-    too. ``torch.compile`` is refused in it: the compiler cuts its own sums by their sizes. What PyTorch computes itself is as
-    PyTorch does it: for linear layers there is :func:`kernelbook.nn.linear`, and ``swap(model, same_bits=True)`` puts it there.
+    The mode belongs to this thread and this asynchronous task: a thread that is started within begins without it, a task with it.
+    It is a decorator too, but not of a coroutine or a generator, whose body runs when the call has returned. ``torch.compile`` is
+    refused in it: the compiler cuts its own sums by their sizes. What PyTorch computes itself is as PyTorch does it: for linear
+    layers there is :func:`kernelbook.nn.linear`, and ``swap(model, same_bits=True)`` puts it there.
 
     Args:
         enabled: ``False`` leaves the mode within a context that is in it.

@@ -23,9 +23,10 @@ def is_transformed() -> bool:
 
 
 def has_values(tensor: torch.Tensor) -> bool:
-    """Return whether the host can read what is in a tensor: not on the meta device, of fake ones, and while a graph is traced."""
+    """Return whether the host can read what is in a tensor: not on the meta device, of fake ones, in ``vmap``, and in a trace."""
     traced = _mode(_modes.FAKE) is not None or _mode(_modes.PROXY) is not None
-    return not (tensor.is_meta or traced or hasattr(tensor, "fake_mode"))
+    wrapped = torch._C._functorch.is_batchedtensor(tensor)
+    return not (tensor.is_meta or traced or wrapped or hasattr(tensor, "fake_mode"))
 
 
 def precision(dtype: torch.dtype) -> str:

@@ -57,7 +57,7 @@ def paged_attention(
 def append_to_pages(
     k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, lengths: Tensor
 ) -> None:
-    """Writes new keys and values into their pages, in place, from position ``lengths[b]`` of each sequence on.
+    """Writes new keys and values into their pages, in place, from position ``lengths[b]`` of each sequence on; no gradients.
 
     Args:
         k, v: (B, H_kv, N, D), the dtype of the pages, any strides.

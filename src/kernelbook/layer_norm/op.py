@@ -150,7 +150,8 @@ def check(x: torch.Tensor, residual: Any, weight: Any, bias: Any, eps: float, _:
     if not 0 <= eps < math.inf:
         raise ValueError(f"{op}: eps must be {EPS}, got {eps!r}")
     m, n = math.prod(x.shape[:-1]), x.shape[-1]
-    if m >= 2**31 or n >= 2**31 - 2**16:
+    numbers = type(m) is int and type(n) is int  # symbolic sizes are looked at when they are numbers
+    if numbers and (m >= 2**31 or n >= 2**31 - 2**16):
         raise ValueError(f"{op}: x must have fewer than 2^31 rows and columns, got {m} x {n}")
     for name, tensor in (("weight", weight), ("bias", bias), ("residual", residual)):
         if has_mean and isinstance(tensor, int | tuple | list):

@@ -23,7 +23,7 @@ from kernelbook.moe_lora import Routing, moe_lora, route
 from kernelbook.nf4 import NF4Tensor, nf4_dequantize
 from kernelbook.nn.swiglu import ClampedSwiGLU, swiglu
 from kernelbook.packed.products import decodes_on_the_way
-from kernelbook.tensors import check_versions, with_versions
+from kernelbook.tensors import check_versions, is_transformed, with_versions
 
 ACTIVE = ("auto", "all", "bound")
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -63,6 +63,8 @@ class Float8Tensor:
         for name, value in (("values", self.values), ("scale", self.scale)):
             if value.ndim != 3:
                 raise ValueError(f"Float8Tensor: {name} must have three dimensions, got shape {tuple(value.shape)}")
+        for size in self.block or ():
+            arguments.integer("Float8Tensor", "block", size, "two integers or None", least=1)
         num_experts, rows, cols = self.values.shape
         bi, bj = self.tile
         arguments.check_shape("Float8Tensor", "scale", self.scale, (num_experts, -(-rows // bi), -(-cols // bj)))
@@ -158,7 +160,7 @@ def recompute_in_backward(
     w: torch.Tensor, make: Callable[[], torch.Tensor], *sources: torch.Tensor | None
 ) -> Iterator[None]:
     """Have autograd keep nothing of ``w`` within the context: it is made again, from the same ``sources``."""
-    if torch.compiler.is_compiling():
+    if is_transformed():
         yield
         return
     storage = w.untyped_storage()._cdata  # the object: the address of all that is empty is 0

@@ -13,6 +13,7 @@ from torch import nn
 from kernelbook import arguments
 from kernelbook.attention import flash_attention
 from kernelbook.nn.layers import LayerNorm, SparseLinear
+from kernelbook.tensors import without_autocast
 
 OUTPUTS = ("attention_out", "down")  # the layers of a block that write to the residual stream; the others read it
 # Causal attention of (B, H, N, D) three times.
@@ -106,7 +107,7 @@ class _Block(nn.Module):
 
 def _normed(norm: LayerNorm, x: torch.Tensor) -> torch.Tensor:
     """Return the norm in the dtype of ``x``. Autocast would write float32, only for the next layer to round it again."""
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x):
         return norm(x)
 
 

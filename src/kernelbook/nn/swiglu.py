@@ -1,6 +1,7 @@
 """SwiGLU between the two products of a gated expert, and gpt-oss' variant: interleaved rows, both parts clamped."""
 
 import dataclasses
+import math
 from typing import Any
 
 import torch
@@ -42,7 +43,9 @@ class ClampedSwiGLU:
     def __post_init__(self) -> None:
         for name in ("alpha", "limit"):
             object.__setattr__(self, name, arguments.number("ClampedSwiGLU", name, getattr(self, name)))
-        if not 0 < self.limit < float("inf"):
+        if not math.isfinite(self.alpha):
+            raise ValueError(f"ClampedSwiGLU: alpha must be finite, got {self.alpha}")
+        if not 0 < self.limit < math.inf:
             raise ValueError(f"ClampedSwiGLU: limit must be above 0 and finite, got {self.limit}")
 
     def __call__(self, h: torch.Tensor) -> torch.Tensor:

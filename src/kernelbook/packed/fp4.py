@@ -32,7 +32,9 @@ def fp4_tensor(
     dtype: torch.dtype = torch.bfloat16,
     in_place: bool = False,
 ) -> NF4Tensor:
-    """The ``NF4Tensor`` that stands for a tensor in MXFP4 or NVFP4; it is decoded exactly. The bytes are copied.
+    """The ``NF4Tensor`` that stands for a tensor in MXFP4 or NVFP4; it is decoded exactly.
+
+    The bytes of ``packed`` are copied; contiguous ``scales`` are shared.
 
     Args:
         packed: uint8, (..., K / 2) or, as gpt-oss' checkpoints have it, (..., K / 32, 16); the even element in the low half.
@@ -80,7 +82,7 @@ def fp4_tensor(
         )
     absmax = scales.contiguous().view(torch.uint8).reshape(-1)
     count = -(-blocks // NESTED_BLOCK)
-    nested = nested.expand(count) if nested.numel() == 1 else nested.repeat_interleave(each // NESTED_BLOCK)
+    nested = nested.reshape(1).expand(count) if nested.numel() == 1 else nested.repeat_interleave(each // NESTED_BLOCK)
     if in_place and not packed.is_contiguous():
         raise ValueError(f"{op}: packed must be contiguous with in_place=True, got strides {packed.stride()}")
     bytes_ = flat.reshape(-1)

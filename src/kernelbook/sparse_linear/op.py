@@ -38,7 +38,7 @@ def sparse_linear(
             the CPU and under ``KERNELBOOK_DEBUG=1`` the ids are checked; on a GPU without it an id out of range counts
             as no chunk, and ids that repeat give wrong gradients; but as many ids as chunks count as all chunks, unread.
         chunk_size: features in a chunk, at least 16; the last chunk may be shorter. Multiples of 64 are fastest.
-        mode: ``"dense"``, ``"sparse_dw"`` or ``"sparse_dw_dx"``.
+        mode: ``"dense"``, for which no id is read, ``"sparse_dw"`` or ``"sparse_dw_dx"``.
 
     Returns:
         (..., d_out) in the dtype of ``x``; under autocast in its dtype, as PyTorch's own. float32 products use tf32 where

@@ -101,7 +101,7 @@ class ChunkAdamW(torch.optim.Optimizer):
         op = "ChunkAdamW"
         arguments.check_choice(op, "inactive", group["inactive"], INACTIVE)
         betas = group["betas"] = tuple(arguments.number(op, "betas", beta, "two numbers") for beta in group["betas"])
-        if not (0 <= betas[0] < 1 and 0 < betas[1] < 1):
+        if len(betas) != 2 or not (0 <= betas[0] < 1 and 0 < betas[1] < 1):
             raise ValueError(f"{op}: betas must lie in [0, 1) and (0, 1), got {betas}")
         group["chunk_size"] = arguments.integer(op, "chunk_size", group["chunk_size"], least=1)
         for name in ("lr", "eps", "weight_decay"):
@@ -121,6 +121,8 @@ class ChunkAdamW(torch.optim.Optimizer):
                     f"(fully_shard) take torch.optim.AdamW, with compact_gradient=False"
                 )
             arguments.check_tensor(op, "params", param, dtypes=(torch.float32,))
+            if isinstance(group["lr"], torch.Tensor):
+                arguments.check_same_device(op, params=param, lr=group["lr"])
             if param.ndim not in (1, 2) or not param.is_contiguous():
                 raise ValueError(
                     f"{op}: params must be contiguous and have one or two dimensions, got shape {tuple(param.shape)} and "
@@ -129,7 +131,11 @@ class ChunkAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, scale: torch.Tensor | None = None) -> Any:  # type: ignore[override]
-        """Update once, by gradients multiplied by ``scale`` (1,) float32 on the device (gradient clipping)."""
+        """Update once, by gradients multiplied by ``scale``, one number in a tensor on the device (gradient clipping)."""
+        if scale is not None:
+            arguments.check_tensor("ChunkAdamW", "scale", scale)
+            if scale.numel() != 1:
+                raise ValueError(f"ChunkAdamW: scale must have one element, got shape {tuple(scale.shape)}")
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -79,6 +79,7 @@ class Scheduler(torch.nn.Module):
         super().__init__()
         if not 0 <= explore <= 1:
             raise ValueError(f"Scheduler: explore must lie in [0, 1], got {explore!r}")
+        seed = arguments.integer("Scheduler", "seed", seed)
         if self.name == "all":
             layout = Layout(layout.counts, layout.counts)
         self.layout, self.seed, self.explore = layout, seed, explore
