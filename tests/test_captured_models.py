@@ -314,6 +314,22 @@ def test_a_loss_in_pieces_that_would_be_another_is_refused() -> None:
         interop.loss_in_pieces(model, **batch)
 
 
+@pytest.mark.parametrize("kind", ("PromptTuningConfig", "AdaLoraConfig"))
+def test_what_peft_adds_around_a_model_stays(kind: str) -> None:
+    """Learned tokens before a batch's, of which masks have to know, or a loss: neither is the inner model's."""
+    peft = pytest.importorskip("peft")
+    own = {"num_virtual_tokens": 3} if kind == "PromptTuningConfig" else {"target_modules": ["q_proj"], "total_step": 9}
+    model = llama()
+    swap(model, quiet=True)
+    model = peft.get_peft_model(model, getattr(peft, kind)(task_type="CAUSAL_LM", **own)).to(runtime.DEVICE)
+    [batch] = data(1, 9)
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    known = interop.known_masks(model, batch)
+    torch.testing.assert_close(model(**known).loss, model(**batch).loss)
+    with pytest.raises(ValueError, match="loss_in_pieces: model must be a PeftModel that adds nothing around LlamaFor"):
+        interop.loss_in_pieces(model, **batch)
+
+
 # --- transformers' Trainer ------------------------------------------------------------------------------------------
 
 

@@ -242,6 +242,28 @@ def test_packed_sequences_are_alone(name: str, how: str, calls: list[dict[str, A
         check.compare(f"{name} {i}", a, b, c, factor=factor).require()
 
 
+def test_a_mask_of_fewer_tokens_than_there_are_hides_the_rest() -> None:
+    """Someone forgot the tokens in the cache: it is read as by ``sdpa_mask``, which takes what is missing for padding."""
+    model, ids, found = attention_model("llama"), tokens(1, 7), []
+    for use in (lambda each: each, _ours):
+        each, cache = use(model), transformers.DynamicCache()
+        with torch.no_grad():
+            each(ids[:, :4], past_key_values=cache)
+            found.append(each(ids[:, 4:], past_key_values=cache, attention_mask=torch.ones_like(ids[:, 4:])).logits)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ("llama", "gpt_oss"))
+def test_positions_that_skip_or_repeat_pack_nothing(name: str) -> None:
+    """As where a short text is to teach a long context, or an image's tokens have one position: no sequence begins."""
+    model, ids = attention_model(name), tokens(1, 8)
+    places = torch.tensor([[0, 1, 2, 20, 21, 21, 9, 10]], device=runtime.DEVICE)
+    given = {"position_ids": places, "attention_mask": torch.ones_like(ids)}
+    with torch.no_grad():
+        expected = model(ids, **given).logits
+        torch.testing.assert_close(_ours(model)(ids, **given).logits, expected, rtol=1e-4, atol=1e-4)
+
+
 def _with_gradients(model: Any, logits: torch.Tensor) -> list[torch.Tensor]:
     weights = [p for p in model.parameters() if p.requires_grad]
     return [logits.detach(), *torch.autograd.grad(logits.square().mean(), weights, materialize_grads=True)]

@@ -31,6 +31,7 @@ from kernelbook.interop import peft as interop_peft
 from kernelbook.interop import transformers as interop
 from kernelbook.interop import transformers_experts
 from kernelbook.nn import experts as nn_experts
+from kernelbook.nn import swap
 from kernelbook.nn.parameters import quantize_parameter
 
 
@@ -330,3 +331,21 @@ def test_a_model_that_refuses_the_kernels_keeps_its_wrappers(monkeypatch: pytest
     with pytest.raises(pytest.fail.Exception):
         interop.use_kernels(model)
     assert not any(type(module).__module__.startswith("kernelbook") for module in model.modules())
+
+
+@pytest.mark.parametrize("trained", ("self_attn", "norm", "experts"))
+def test_copies_that_peft_trains_give_the_same(trained: str) -> None:
+    """A wrapper hands on the attributes of a copy that has its own configuration. Experts run as they did before."""
+    model = tiny_model("qwen3_moe", num_hidden_layers=1)
+    model.set_attn_implementation("eager")
+    model = with_lora(model, target_parameters=None, target_modules=["lm_head"], modules_to_save=[trained])
+    ids = tokens()
+    with torch.no_grad():
+        expected = model(ids).logits
+        swap(interop.use_kernels(model).get_base_model(), quiet=True)
+        torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-4)
+    if trained == "experts":
+        with pytest.raises(
+            ValueError, match=r"modules_to_save\.default\.gate_up_proj must be frozen, but PEFT is to train"
+        ):
+            interop.quantize_experts(model)

@@ -179,18 +179,20 @@ def quantize_experts(model: torch.nn.Module, *, block_size: int = 64, double_qua
     pass and keep them for the backward pass.
 
     Raises:
-        ValueError: as :func:`check_experts`; or weights that are compressed already. Nothing is changed.
+        ValueError: as :func:`check_experts`; or weights that are compressed already, or that PEFT trains. Nothing is changed.
     """
     check_experts(model)
+    base = base_model(model)
     for module, experts, name in expert_weights(model):
         if parametrize.is_parametrized(experts, name) or getattr(experts, name).element_size() == 1:
             raise ValueError(f"quantize_experts: {module}.{name} must be dense, but it is compressed already")
+        if base is not model and getattr(experts, name).requires_grad:  # a copy in modules_to_save
+            raise ValueError(f"quantize_experts: {module}.{name} must be frozen, but PEFT is to train it")
         quantizable(experts, name, block_size)
     saved = 0
     for _, experts, name in expert_weights(model):
         saved += getattr(experts, name).nbytes
         saved -= quantize_parameter(experts, name, block_size=block_size, double_quant=double_quant).nbytes
-    base = base_model(model)
     if isinstance(base, transformers.PreTrainedModel):
         settings = NF4ExpertsConfig(double_quant, block_size)
         base.hf_quantizer = NF4ExpertsQuantizer(settings, pre_quantized=True)  # type: ignore[assignment]

@@ -102,12 +102,10 @@ def _stated(
     if local_size is not None and local_size != getattr(config, "sliding_window", None):
         return False  # chunks, which are passed as a size too
     if attention_mask is not None:
-        exists = kv_offset + kv_length
         if tracing or attention_mask.ndim != 2:
             return False
-        if static:
-            exists = int(q_offset) + q_length
-        if not bool(attention_mask[:, kv_offset:exists].all()):
+        exists = int(q_offset) + q_length
+        if attention_mask.shape[1] < exists or not bool(attention_mask[:, kv_offset:exists].all()):
             return False
     if isinstance(q_offset, torch.Tensor):
         if local_size is not None:
@@ -163,12 +161,13 @@ def known_masks(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
     and ``max_length_k``, which our attention does not ask for, are left out: batches of one number of tokens have one graph.
     ``position_ids`` that begin anew need nothing; the graph reads them.
 
-    Models whose attention is not ours, or not causal, or of other kinds, models of several modalities, and batches with
-    padding, with ``position_ids`` or with router logits keep what else they have.
+    Models whose attention is not ours, or not causal, or of other kinds, models of several modalities, those before whose tokens
+    PEFT puts learned ones, and batches with padding, with ``position_ids`` or with router logits keep what else they have.
     """
     base = base_model(model)
     config, found = getattr(base, "config", None), dict(batch)
-    if getattr(config, "_attn_implementation", None) != NAME:
+    learned = any(getattr(each, "is_prompt_learning", False) for each in getattr(model, "peft_config", {}).values())
+    if learned or getattr(config, "_attn_implementation", None) != NAME:
         return found
     if found.get("cu_seq_lens_q") is not None:
         _make_room(found)

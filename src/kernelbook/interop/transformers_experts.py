@@ -1,5 +1,6 @@
 """The experts of transformers' models as transformers' interface for experts calls them: which they are, and their weights."""
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,8 +27,9 @@ def expert_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Modul
 
 
 def is_experts(module: torch.nn.Module) -> bool:
-    """Whether transformers' interface for experts calls this module."""
-    return all(hasattr(module, flag) for flag in ("has_gate", "is_transposed", "_apply_gate"))
+    """Whether transformers' interface for experts calls this module, rather than one around it that hands its attributes on."""
+    flags = ("has_gate", "is_transposed", "_apply_gate")
+    return all(inspect.getattr_static(module, flag, None) is not None for flag in flags)
 
 
 def weight_names(experts: Any) -> tuple[str, str]:

@@ -53,7 +53,7 @@ def loss_in_pieces(
     Raises:
         TypeError: ``piece``, ``num_items_in_batch`` or ``ignore_index`` is not an integer.
         ValueError: ``piece`` is below 1; or the model makes logits or a loss in another way, or would with an argument of its
-            own such as ``logits_to_keep``, so that this would not be its loss.
+            own such as ``logits_to_keep``, so that this would not be its loss; or PEFT adds tokens (prompt tuning) or a loss.
         RuntimeError: a graph is captured, and there was no call for this model before.
     """
     piece = arguments.integer("loss_in_pieces", "piece", piece, least=1)
@@ -62,6 +62,7 @@ def loss_in_pieces(
         expected = "an integer or a tensor of one"
         num_items_in_batch = arguments.integer("loss_in_pieces", "num_items_in_batch", num_items_in_batch, expected)
     base = base_model(model)
+    _refuse_wrapper(model, base)
     _refuse_others(base, others)
     if base not in _compared and input_ids.numel():
         device = input_ids.device.type
@@ -89,6 +90,18 @@ def loss_in_pieces(
     return total / (
         num_items_in_batch.to(total.device) if isinstance(num_items_in_batch, torch.Tensor) else num_items_in_batch
     )
+
+
+def _refuse_wrapper(model: Any, base: Any) -> None:
+    """Raises for what PEFT does around ``base``: learned tokens before the others, or a loss of its own, as AdaLoRA's."""
+    around: Any = type(getattr(model, "base_model", model))
+    # A tuner's forward pass is that of its base class, or handed on.
+    if model is not base and around.forward.__module__ not in ("peft.tuners.tuners_utils", "torch.nn.modules.module"):
+        kinds = sorted({str(getattr(config, "peft_type", config)) for config in model.peft_config.values()})
+        raise ValueError(
+            f"loss_in_pieces: model must be a PeftModel that adds nothing around {type(base).__name__}, got one with "
+            f"{', '.join(kinds)}; take the model's own loss"
+        )
 
 
 def _refuse_others(base: Any, others: dict[str, Any]) -> None:

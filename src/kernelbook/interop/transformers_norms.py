@@ -39,9 +39,9 @@ def _is_rms_norm(kind: type[torch.nn.Module], size: int, eps: float) -> bool:
     with torch.device("cpu"), torch.random.fork_rng(devices=[]):
         norm: Any = kind.__new__(kind)
         torch.nn.Module.__init__(norm)
-        norm.weight, norm.variance_epsilon = torch.nn.Parameter(torch.rand(size) + 0.5), eps
         x = torch.randn(3, size) + 0.5
         try:
+            norm.weight, norm.variance_epsilon = torch.nn.Parameter(torch.rand(size) + 0.5), eps
             with torch.no_grad():
                 out = norm(x)
         except Exception:  # whatever a norm raises that has other attributes

@@ -140,7 +140,7 @@ PACKED = "attention_forward: position_ids must not pack sequences where attentio
 
 
 def begin_anew(position_ids: torch.Tensor, batch: int, n: int) -> bool:
-    """Tell whether ``position_ids`` pack sequences: one does not follow the one before it in its row.
+    """Tell whether ``position_ids`` pack sequences: one is 0 behind others in its row.
 
     The host waits for the device, once for all layers. While a graph is captured nobody can look: yes for those that were
     looked at before, an input whose boundaries the graph then follows; no for others, which the model makes itself.
@@ -158,9 +158,9 @@ def begin_anew(position_ids: torch.Tensor, batch: int, n: int) -> bool:
 
 
 def jumps(position_ids: torch.Tensor, batch: int) -> torch.Tensor:
-    """Return (B, N): where a position does not follow the one before it, as transformers' ``find_packed_sequence_indices`` has it."""
-    found = torch.zeros_like(position_ids, dtype=torch.bool)
-    found[:, 1:] = position_ids.diff(dim=1) != 1
+    """Return (B, N): where a position is 0 again, as transformers' FlashAttention has it: others may be left out or repeated."""
+    found = position_ids == 0
+    found[:, 0] = False
     return found.expand(batch, -1)
 
 

@@ -244,6 +244,7 @@ def _swap_attention_interface(model: Any, done: Swap) -> None:
     from kernelbook.interop import transformers_attention
 
     transformers_attention.register()
+    configs = {id(part.config) for part in model.modules() if hasattr(part, "set_attn_implementation")}
     for name, part in model.named_modules():
         if not hasattr(part, "set_attn_implementation"):
             continue
@@ -261,6 +262,10 @@ def _swap_attention_interface(model: Any, done: Swap) -> None:
         else:
             # What set_attn_implementation() sets as well; the public name would set it for other models' configurations too.
             done._set(config, "_attn_implementation_internal", transformers_attention.NAME)
+            # PEFT's modules_to_save are copies with configurations of their own, and get the same masks.
+            for own in (getattr(module, "config", None) for module in part.modules()):
+                if type(own) is type(config) and id(own) not in configs:
+                    done._set(own, "_attn_implementation_internal", transformers_attention.NAME)
             done.changed[f"{name}.config" if name else "config"] = "attention implementation"
 
 
