@@ -40,6 +40,7 @@ def test_a_verdict_needs_bands_that_lie_apart(rows: pd.DataFrame) -> None:
     assert found.loc[("d", "torch"), "verdict"] == "slower"
     assert found.loc[("b", "torch"), "clock_verdict"] == "slower"  # the host takes 5 ms
     assert found.loc[("d", "torch"), "clock_verdict"] == ""  # nobody measured the host
+    assert ("a", "packed_cublas") not in found.index  # a part of the work only
 
 
 def test_the_strongest_baseline_may_be_another_one_by_the_clock(rows: pd.DataFrame) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench import sparse_inference
-from kernelbook import check, runtime
+from kernelbook import check
 from kernelbook.lab import record
 from kernelbook.nn import GPT
 from kernelbook.train import CONFIGS, Trainer
@@ -79,23 +79,6 @@ def test_one_graph_generates_what_launches_do(trained: tuple[GPT, Any]) -> None:
             step()
             generated.append(decoder.tokens.item())
     assert generated[:8] == generated[8:]
-
-
-def test_a_router_of_more_columns_than_one_step_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against what PyTorch finds; the list is full, just full, and not full."""
-    monkeypatch.setattr(sparse_inference, "ABOVE_BLOCK", 64)
-    predictor = sparse_inference.Predictor(8, 200, 4)
-    with torch.no_grad():
-        predictor.b.normal_()
-        predictor.threshold.fill_(0.5)
-    x = torch.randn(3, 1, 8, device=runtime.DEVICE)
-    expected = (predictor.scores(x).amax((0, 1)) > 0.5).nonzero()[:, 0].tolist()
-    assert 64 < len(expected) < 200
-    for count in (5, len(expected), 200):
-        predictor.count = count
-        found = predictor(x).tolist()
-        assert [i for i in found if i < 200] == expected[:count]
-        assert len(found) == (count if runtime.DEVICE.type == "cuda" else min(count, len(expected)))
 
 
 def test_the_files(tmp_path: Path) -> None:
