@@ -12,7 +12,7 @@ from tensors import check_attention, label, randn, refused
 
 import kernelbook as kb
 from kernelbook import runtime
-from kernelbook.attention import flash_attention_reference, kernels, kernels_same_bits
+from kernelbook.attention import kernels, kernels_same_bits
 
 Boundaries = tuple[int, ...]
 
@@ -56,18 +56,6 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(kernels, "config", tiles)
     monkeypatch.setattr(kernels_same_bits, "PART", 64)
-
-
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("packed", PACKED, ids=label)
-def test_the_reference_has_each_sequence_alone(packed: tuple[Boundaries, int], how: str) -> None:
-    rows, n = packed
-    inputs = {name: t.double() for name, t in _inputs(n).items()} | {"sinks": randn(4).double()}
-    found = flash_attention_reference(**inputs, cu_seqlens=_boundaries(*rows), **HOW[how])
-    for span in _spans(rows):
-        alone = {name: t if name == "sinks" else t[:, :, span] for name, t in inputs.items()}
-        torch.testing.assert_close(found[:, :, span], flash_attention_reference(**alone, **HOW[how]))
-    assert not found[:, :, rows[-1] :].any()
 
 
 @pytest.mark.usefixtures("small_tiles")

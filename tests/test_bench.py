@@ -190,7 +190,8 @@ def test_rows_of_several_folders_are_put_together(tmp_path: Path) -> None:
         record.write_lines(tmp_path / part / "gpu" / "same_loss_curves.jsonl", [line], ("way",))
     assert command.main(["--merge", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path / "all")]) == 0
     folder = tmp_path / "all" / "gpu"
-    assert pd.read_csv(folder / "nf4.csv", dtype=str)[["x", "ms"]].to_numpy().tolist() == [["1", "0.20"], ["2", "0.300"]]
+    rows = pd.read_csv(folder / "nf4.csv", dtype=str)
+    assert rows[["x", "ms"]].to_numpy().tolist() == [["1", "0.20"], ["2", "0.300"]]  # to the last character
     assert pd.read_csv(folder / "layer_norm_barrier.csv")["wrong"].tolist() == [2]
     assert pd.read_json(folder / "same_loss_curves.jsonl", lines=True)["validation_loss"].tolist() == [[2]]
     with pytest.raises(SystemExit):

@@ -208,8 +208,10 @@ def test_sinks_are_the_kernels_own(monkeypatch: pytest.MonkeyPatch) -> None:
         with swap(model, quiet=True) as done:
             assert done.changed["config"] == "attention implementation" and not done.left
             assert list(done.changed.values()).count("RMSNorm") == 5
+            assert list(done.changed.values()).count("rotary embedding") == 2
+            assert not list(rotary.attentions(model))  # not twice
             torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-4, atol=1e-4)
-        assert len(rotated) == 2
+        assert torch.equal(model(tokens).logits, expected) and len(rotated) == 2
 
 
 def test_a_compiled_model_turns_queries_and_keys_by_the_kernel() -> None:
