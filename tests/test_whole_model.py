@@ -254,7 +254,9 @@ def test_rotation_and_its_gradient() -> None:
 def test_another_rotation_is_left_alone() -> None:
     """One that turns neighbouring features; no attention at all; a part of the features, float64, a tangent to carry on."""
     from transformers.models.cohere.modeling_cohere import CohereAttention
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
 
+    assert rotary._with_kernel(Qwen3MoeAttention, Qwen3MoeAttention.forward) is not None
     assert rotary._with_kernel(CohereAttention, CohereAttention.forward) is None
     assert rotary._with_kernel(torch.nn.Linear, torch.nn.Linear.forward) is None
     given = torch.randn(1, 2, 3, 8), torch.randn(1, 1, 3, 8), torch.randn(1, 3, 4), torch.randn(1, 3, 4)
