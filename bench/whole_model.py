@@ -257,8 +257,10 @@ def _running(model: Any, provider: str) -> Iterator[None]:
         elif has_experts:
             base.set_experts_implementation(EXPERTS[provider])
         base.set_attn_implementation("sdpa" if base._supports_sdpa else "eager")
-        yield
-        interop.register()
+        try:
+            yield
+        finally:
+            interop.register()
         return
     if has_experts:
         interop.use_kernels(model)
@@ -501,7 +503,7 @@ class _Session:
             self.model = build(configuration(plan.model, self.layers, tiny=self.tiny), plan.kind)
             self._held = (*held, False)
         if lora and not self._held[2]:
-            self.model = _add_lora(self.model, RANK if not self.tiny else 2)
+            self.model = _add_lora(self.model, RANK if not self.tiny else 8)
             self._held = (*held, True)
         return self.model
 

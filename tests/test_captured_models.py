@@ -312,6 +312,8 @@ def test_a_loss_in_pieces_that_would_be_another_is_refused() -> None:
     model.loss_function = lambda *_, **__: torch.zeros(())
     with pytest.raises(ValueError, match="loss_in_pieces: model must have transformers' loss"):
         interop.loss_in_pieces(model, **batch)
+    with pytest.raises(TypeError, match=r"loss_in_pieces: model must be a transformers model or .* got Seq"):
+        interop.loss_in_pieces(torch.nn.Sequential(model), **batch)
 
 
 @pytest.mark.parametrize("kind", ("PromptTuningConfig", "AdaLoraConfig"))

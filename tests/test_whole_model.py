@@ -184,17 +184,20 @@ def test_rows_of_a_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         bench.Plan(OLMOE, "kernelbook:dense", "prefill"),
         bench.Plan(OLMOE, "grouped_mm", "generate"),
         bench.Plan(QWEN, "kernelbook", "step"),
+        bench.Plan(OLMOE, bench.APART, "step"),
+        bench.Plan(GPT_OSS, "kernelbook", "decode"),
         bench.Plan(OLMOE, "kernelbook", "decode", bits=True),
     ]
     assert bench.bench(tmp_path, layers=1, tokens=8, samples=1, tiny=True, wanted=wanted) == 0
     rows = pd.read_csv(tmp_path / "whole_model.csv")
     assert list(rows.columns) == [*record.COLUMNS]
-    assert len(rows) == 5 and rows["run"].nunique() == 1
+    assert len(rows) == 7 and rows["run"].nunique() == 1
     assert len(pd.read_csv(tmp_path / "whole_model_bits.csv")) == 1
     assert set(rows["mode"]) == {"step", "forward"}
     assert (rows["ms"].iloc[:3] > 0).all()  # a token more of generate is a difference of two times
     assert rows["shape"].iloc[0] == f"model={OLMOE} layers=1 task=step N=8 r=16 checkpoint=1 graph=0"
-    assert rows["x"].tolist() == [1, 2, 1, 1, 1] and rows["err_ratio"].notna().all()
+    assert rows["x"].tolist() == [1, 2, 1, 1, 1, 1, 1]
+    assert rows["provider"][rows["err_ratio"].isna()].tolist() == [bench.APART]
     printed = capsys.readouterr().out
     assert "left out: axolotl (" in printed and "left out: Unsloth (" in printed
 

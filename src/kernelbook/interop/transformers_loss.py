@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch.utils.checkpoint import checkpoint
 from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -51,7 +52,7 @@ def loss_in_pieces(
         () float32; 0 where no label counts. A router's auxiliary loss is no part of it.
 
     Raises:
-        TypeError: ``piece``, ``num_items_in_batch`` or ``ignore_index`` is not an integer.
+        TypeError: ``piece``, ``num_items_in_batch`` or ``ignore_index`` is not an integer; or another model, such as one in DDP.
         ValueError: ``piece`` is below 1; or the model makes logits or a loss in another way, or would with an argument of its
             own such as ``logits_to_keep``, so that this would not be its loss; or PEFT adds tokens (prompt tuning) or a loss.
         RuntimeError: a graph is captured, and there was no call for this model before.
@@ -62,6 +63,9 @@ def loss_in_pieces(
         expected = "an integer or a tensor of one"
         num_items_in_batch = arguments.integer("loss_in_pieces", "num_items_in_batch", num_items_in_batch, expected)
     base = base_model(model)
+    if not isinstance(base, transformers.PreTrainedModel):
+        expected = "a transformers model or a PeftModel around one"
+        raise TypeError(f"loss_in_pieces: model must be {expected}, got {type(base).__name__}")
     _refuse_wrapper(model, base)
     _refuse_others(base, others)
     if base not in _compared and input_ids.numel():
