@@ -41,6 +41,8 @@ def _unchanged(base: nn.Module) -> Iterator[None]:
     device = next((p.device for p in base.parameters() if p.device.type == "cuda"), None)
     fast = torch.backends.mha.get_fastpath_enabled()  # it passes over the modules in PyTorch's encoder layers
     torch.backends.mha.set_fastpath_enabled(False)
+    casts = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)  # within somebody's autocast casts of weights would outlive a step
     try:
         with torch.random.fork_rng(devices=[] if device is None else [device]):
             for module in base.modules():
@@ -50,6 +52,7 @@ def _unchanged(base: nn.Module) -> Iterator[None]:
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
+        torch.set_autocast_cache_enabled(casts)
         with torch.no_grad():
             for tensor, value in kept:
                 tensor.copy_(value)

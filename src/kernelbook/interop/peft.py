@@ -54,6 +54,13 @@ def lora_pair(wrapper: Any, adapter: str) -> LoRAPair:
 class ParamWrapper(layer.ParamWrapper):  # PEFT knows its wrappers by this name
     """PEFT's wrapper, except that it hands its pairs to experts that run on the kernels."""
 
+    def __getattr__(self, name: str) -> Any:
+        # To give packed weights another adapter, PEFT looks in the outermost wrapper for them and for "parametrizations".
+        if name == "parametrizations":  # by name alone: to PyTorch the wrapper has none
+            return tuple(self.get_base_layer().parametrizations)
+        of_experts = name in ("gate_up_proj", "up_proj", "down_proj")
+        return getattr(self.get_base_layer(), name) if of_experts else super().__getattr__(name)
+
     @contextlib.contextmanager
     def _activate_lora(self, active_adapters: list[str]) -> Iterator[None]:
         experts: Any = self.get_base_layer()

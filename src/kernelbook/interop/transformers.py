@@ -90,7 +90,8 @@ def register() -> None:
 def use_kernels(model: Any) -> Any:
     """Runs the experts of ``model``, and the LoRA pairs that PEFT put on them, on the kernels. Returns ``model``.
 
-    ``model.set_experts_implementation("eager")`` goes back. Call it after ``get_peft_model``, or again.
+    ``model.set_experts_implementation("eager")`` goes back. Call it after ``get_peft_model``, or again; and
+    before 4-bit experts get another adapter, which PEFT alone puts on none of them.
     ``kernelbook.check.model(model, batch)`` says whether the model is still right.
 
     Args:

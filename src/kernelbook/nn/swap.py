@@ -88,15 +88,25 @@ class Swap:
         self.model = model
         self.changed: dict[str, str] = {}
         self.left: dict[str, str] = {}
-        self._before: list[tuple[Any, str, Any]] = []
+        self._before: list[tuple[Any, str, Any, Any]] = []  # what was changed, where, from what, to what
         self._hooks: list[Any] = []
 
     def undo(self) -> None:
-        """Make the modules what they were. Parameters, buffers and their hooks were never touched."""
+        """Make the modules what they were. Parameters, buffers and their hooks were never touched.
+
+        Raises:
+            RuntimeError: a module has got another class since, as by a parametrization or FSDP2. Nothing has been undone then.
+        """
+        for owner, name, _, given in self._before:
+            if name == "__class__" and type(owner) is not given:
+                raise RuntimeError(
+                    f"Swap.undo: modules must have the class that swap gave them, {given.__name__}, got {type(owner).__name__}; "
+                    f"take off first what was put on them since, such as a parametrization"
+                )
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        for owner, name, value in reversed(self._before):
+        for owner, name, value, _ in reversed(self._before):
             setattr(owner, name, value)
         self._before, self.changed = [], {}
 
@@ -123,7 +133,7 @@ class Swap:
             self.changed[name] = became
 
     def _set(self, owner: Any, name: str, value: Any) -> None:
-        self._before.append((owner, name, getattr(owner, name)))
+        self._before.append((owner, name, getattr(owner, name), value))
         setattr(owner, name, value)
 
 
@@ -259,6 +269,8 @@ def _swap_attention_interface(model: Any, done: Swap) -> None:
             done.left[name] = f"{type(part).__name__} has an attention of its own kind"
         elif reason := next(reasons, None):
             done.left[name] = reason
+        elif getattr(config, "output_attentions", False):
+            done.left[name] = "its configuration asks for attention weights (output_attentions), which no kernel gives"
         else:
             # What set_attn_implementation() sets as well; the public name would set it for other models' configurations too.
             done._set(config, "_attn_implementation_internal", transformers_attention.NAME)

@@ -96,6 +96,16 @@ class ChunkAdamW(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As of any optimizer; raises ``ValueError`` for the state of another one, such as ``torch.optim.AdamW``."""
+        for group in state_dict["param_groups"]:
+            if missing := self.defaults.keys() - group.keys():
+                raise ValueError(
+                    f"ChunkAdamW.load_state_dict: state_dict must be of a ChunkAdamW, got groups without "
+                    f"{', '.join(sorted(missing))}"
+                )
+        super().load_state_dict(state_dict)
+
     @staticmethod
     def _check(group: dict[str, Any]) -> None:
         op = "ChunkAdamW"
@@ -158,6 +168,8 @@ class ChunkAdamW(torch.optim.Optimizer):
     def _update(self, param: torch.Tensor, group: dict[str, Any], scale: torch.Tensor | None) -> None:
         grad, chunk = param.grad, group["chunk_size"]
         assert grad is not None
+        if param.dtype != torch.float32 or not param.is_contiguous():  # a module's .to() may have changed it
+            self._check(group)
         state = self._state_of(param, chunk)
         rows, chunks = param.shape[0], state["counts"].shape[0]
         d = param.numel() // max(rows, 1)
