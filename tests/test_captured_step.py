@@ -403,6 +403,7 @@ def test_a_step_refuses_other_losses_and_float16() -> None:
     step, half = CapturedStep(model, adam(model)), torch.autocast(runtime.DEVICE.type, torch.float16)
     with half, pytest.raises(ValueError, match="vanish without a GradScaler"):
         step(**batch)
+    CapturedStep(model, adam(made(Net)), clip=1.0)(**batch)  # of other parameters, as in a loop
 
 
 # --- what a graph takes for granted -----------------------------------------------------------------------------------

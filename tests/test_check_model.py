@@ -262,6 +262,8 @@ def test_a_module_of_ones_own_needs_the_one_before_the_change() -> None:
     swap(model, quiet=True)
     report = check.model(model, x, against=before)
     assert report.ok and sum(row.what == "output" for row in report.rows if row.trial == "as given") == 3, str(report)
+    with torch.autocast(runtime.DEVICE.type, torch.bfloat16):  # which keeps its casts of weights
+        assert check.model(model, x, against=before).ok and torch.is_autocast_cache_enabled()
     model.norm.eps = 1.0
     assert ("output", "norm") in _wrong(check.model(model, x, against=before))
     with torch.no_grad():

@@ -155,6 +155,9 @@ def test_what_cannot_be_offloaded_is_refused() -> None:
         offload.offload_layers([(layers[0], ["gate_up_proj"]), (layers[1], ["down_proj"])], runtime.DEVICE)
     weight: Any = stored_weight(layers[0], "gate_up_proj")
     assert weight.packed.device.type == runtime.DEVICE.type
+    layers[0].parametrizations["gate_up_proj"].original = torch.nn.Parameter(weight.packed.to("meta"), False)
+    with pytest.raises(ValueError, match="packed gate_up_proj must be in memory, got the meta device, as accelerate"):
+        stored_weight(layers[0], "gate_up_proj")
 
 
 @pytest.mark.gpu

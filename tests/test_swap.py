@@ -170,6 +170,9 @@ def test_what_is_left_and_what_is_said(capsys: pytest.CaptureFixture[str]) -> No
     only = swap(nn.Sequential(nn.LayerNorm(8), nn.RMSNorm(8)), layer_norm=False)
     assert only.changed == {"1": "RMSNorm"}
     assert "swap: Sequential runs 1 RMSNorm on kernelbook" in capsys.readouterr().out
+    nn.utils.parametrize.register_parametrization(only.model.get_submodule("1"), "weight", nn.Identity())
+    with pytest.raises(RuntimeError, match=r"Swap\.undo: .* gave them, RMSNorm, got ParametrizedRMSNorm; take off"):
+        only.undo()
     with pytest.raises(TypeError, match=r"swap: model must be a torch\.nn\.Module, got list"):
         swap([])  # type: ignore[arg-type]
 
@@ -212,6 +215,9 @@ def test_sinks_are_the_kernels_own(monkeypatch: pytest.MonkeyPatch) -> None:
             assert not list(rotary.attentions(model))  # not twice
             torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-4, atol=1e-4)
         assert torch.equal(model(tokens).logits, expected) and len(rotated) == 2
+        model.config.output_attentions = True
+        with swap(model, quiet=True) as done:
+            assert "asks for attention weights" in done.left[""] and len(model(tokens).attentions) == 2
 
 
 def test_a_compiled_model_turns_queries_and_keys_by_the_kernel() -> None:
@@ -285,9 +291,8 @@ def _llama() -> Any:
 
 def test_a_swapped_model_is_copied_and_pickled(tmp_path: Path) -> None:
     model, tokens = _llama(), torch.arange(1, 10, device=runtime.DEVICE)[None]
-    for (
-        module
-    ) in model.modules():  # with the library kernels beside it transformers notes local classes, which pickle refuses
+    # With the library kernels beside it transformers notes local classes, which pickle refuses.
+    for module in model.modules():
         vars(module).pop("_kernel_funcs", None)
     swap(model, quiet=True)
     classes = [type(module) for module in model.modules()]

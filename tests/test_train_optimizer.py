@@ -120,8 +120,7 @@ def test_rows_that_come_twice_are_added(device: torch.device) -> None:
 
 
 def test_rows_out_of_range_are_nobodys(device: torch.device) -> None:
-    """What a kernel is given on a GPU: rows whose lower 32 bits may be those of one, negative ones, and the one after the last
-    are no rows."""
+    """On a GPU: those whose lower 32 bits may be a row's, negative ones, and the one after the last."""
     start, size = torch.rand(3, CHUNK + 1, 24, device=device), CHUNK + 1
     first = torch.tensor([2**32 + CHUNK, -1, 2**37, -(2**32), 2**31, size, 0, CHUNK], device=device)
     rows, grad = first[:, None] + torch.arange(CHUNK, device=device), torch.randn(len(first), CHUNK, 24, device=device)
@@ -144,21 +143,12 @@ def test_a_step_before_the_backward_pass_is_noticed(device: torch.device) -> Non
         loss.backward()
 
 
-def test_a_gradient_that_is_yet_to_be_negated(device: torch.device) -> None:
-    ours, adam, theirs = _pair((32, 8), device)
-    twin = ChunkAdamW([theirs], chunk_size=CHUNK, **SETTINGS)
-    theirs.grad = torch.randn(32, 8, device=device)
-    ours.grad = torch._neg_view(-theirs.grad)
-    adam.step(), twin.step()
-    _close(ours, theirs)
-
-
 def test_a_learning_rate_on_the_device_and_a_saved_state(device: torch.device) -> None:
     ours, adam, theirs = _pair((32, 8), device)
     lr = torch.tensor([1e-2], device=device)
     other = ChunkAdamW([theirs], chunk_size=CHUNK, **{**SETTINGS, "lr": lr})
-    ours.grad = torch.randn_like(ours)
-    theirs.grad = ours.grad.clone()
+    theirs.grad = torch.randn_like(ours)
+    ours.grad = torch._neg_view(-theirs.grad)  # which is yet to be negated
     adam.step(), other.step()
     assert torch.equal(ours, theirs)
     assert adam.step(lambda: 7) == 7  # a closure, as every optimizer takes
@@ -209,6 +199,15 @@ def test_a_scale_is_one_number_on_the_device(scale: Any, error: type[Exception],
     assert not param.any()
 
 
+def test_the_state_of_another_optimizer_and_a_parameter_that_was_changed_are_refused(device: torch.device) -> None:
+    ours, adam, _ = _pair((32, 8), device)
+    with pytest.raises(ValueError, match="must be of a ChunkAdamW, got groups without chunk_size, inactive"):
+        adam.load_state_dict(torch.optim.AdamW([ours]).state_dict())
+    ours.grad, ours.data = torch.ones_like(ours), ours.data.t().contiguous().t()
+    with pytest.raises(ValueError, match="ChunkAdamW: params must be contiguous"):
+        adam.step()
+
+
 # --- compact gradients ----------------------------------------------------------------------------------------------
 
 
@@ -236,8 +235,9 @@ def test_compact_gradients_are_those_of_sparse_linear(mode: str, bias: bool, dev
 
 def test_compact_gradients_under_autocast(device: torch.device) -> None:
     layer = SparseLinear(24, 64, chunk_size=CHUNK, compact_gradient=True).to(device)
-    layer.active_chunks = torch.tensor([3, 1], device=device)
     x = torch.randn(40, 24, device=device)
+    assert not torch.autograd.grad(layer(x).sum(), layer.weight)[0].is_sparse  # without ids
+    layer.active_chunks = torch.tensor([3, 1], device=device)
     with torch.autocast(device.type, torch.bfloat16):
         y = layer(x)
     assert y.dtype == torch.bfloat16
@@ -252,12 +252,6 @@ def test_compact_gradients_under_autocast(device: torch.device) -> None:
     check.compare(
         "dW", grad._values(), truth[rows], baseline[rows], factor=check.GRADIENT_FACTOR, floor=2**-8
     ).require()
-
-
-def test_a_layer_without_ids_has_dense_gradients(device: torch.device) -> None:
-    layer = SparseLinear(8, 32, chunk_size=CHUNK, compact_gradient=True).to(device)
-    layer(torch.randn(4, 8, device=device)).sum().backward()
-    assert layer.weight.grad is not None and not layer.weight.grad.is_sparse
 
 
 def test_compact_gradients_refuse_what_they_cannot(device: torch.device) -> None:

@@ -126,6 +126,9 @@ class Weights:
         self.dtype = max(dtypes, key=dtypes.__getitem__, default=torch.float32)
         self.device = next((p.device for p in base.parameters()), torch.device("cpu"))
         self.exact = torch.float64 if self.dtype in (torch.float32, torch.float64) else torch.float32
+        # What lies between layers may be rounded as the caller's autocast does.
+        kind = self.device.type
+        self.between = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.dtype
 
     def place(self, name: str) -> tuple[Any, str, list[Any]]:
         """The module that holds a parameter or buffer, its name there, and PEFT's wrappers that change it."""

@@ -262,7 +262,7 @@ class _Check:
                     self.report.add("moved", name, math.inf if moves else 0.0, 0.0, note)
             if capture and step.why_eager is not None:
                 self.report.note(f"CapturedStep runs this model's steps from Python: {step.why_eager}")
-        limit = max(GLUE * check.FLOOR[self.weights.dtype], 1e-4)
+        limit = max(GLUE * check.FLOOR[self.weights.between], 1e-4)
         for i, (plain, ours) in enumerate(zip(*losses, strict=True)):
             error = abs(ours - plain) / (abs(plain) or 1.0)
             self.report.add("loss", f"step {i + 1}", error, limit)

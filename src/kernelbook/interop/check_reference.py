@@ -179,7 +179,7 @@ class Reference:
         for name, left in self._calls.items():
             if left:
                 self.report.fail("output", name, f"called {len(left)} times more than in the reference")
-        error, limit = check.relative_error(loss, ref), GLUE * check.FLOOR[self.weights.dtype]
+        error, limit = check.relative_error(loss, ref), GLUE * check.FLOOR[self.weights.between]
         self.report.add("loss", "loss", error, limit)
         if self._last is not None and ref.requires_grad:
             name, call, leaves = self._last
@@ -294,7 +294,7 @@ class Reference:
 
     def _judge_inputs(self, name: str, call: Call, args: Any, kwargs: Any) -> None:
         """What reaches a layer, of what the layers before it returned."""
-        limit = GLUE * check.FLOOR[self.weights.dtype]
+        limit = GLUE * check.FLOOR[self.weights.between]
         for place, i in call.places.items():
             ref: Any = kwargs.get(place) if isinstance(place, str) else args[place] if place < len(args) else None
             if not is_float(ref):

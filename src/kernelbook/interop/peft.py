@@ -57,7 +57,8 @@ class ParamWrapper(layer.ParamWrapper):  # PEFT knows its wrappers by this name
     def __getattr__(self, name: str) -> Any:
         # To give packed weights another adapter, PEFT looks in the outermost wrapper for them and for "parametrizations".
         if name == "parametrizations":  # by name alone: to PyTorch the wrapper has none
-            return tuple(self.get_base_layer().parametrizations)
+            experts: Any = self.get_base_layer()
+            return tuple(experts.parametrizations)
         of_experts = name in ("gate_up_proj", "up_proj", "down_proj")
         return getattr(self.get_base_layer(), name) if of_experts else super().__getattr__(name)
 

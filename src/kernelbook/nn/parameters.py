@@ -179,5 +179,10 @@ def stored_weight(module: torch.nn.Module, name: str) -> torch.Tensor | NF4Tenso
     if parametrize.is_parametrized(module, name):
         found: Any = module.parametrizations[name]  # type: ignore[index]
         if len(found) == 1 and isinstance(found[0], NF4Parametrization):
+            if found.original.is_meta and not found[0].code.is_meta:
+                raise ValueError(
+                    f"stored_weight: packed {name} must be in memory, got the meta device, as accelerate leaves what it offloads; "
+                    f"kernelbook.interop.transformers.offload_experts keeps 4-bit experts on the host"
+                )
             return found[0].tensor(found.original)
     return getattr(module, name)

@@ -359,7 +359,8 @@ class CapturedStep:
                 elif p.grad is not None:
                     grads.append(p.grad)
         norm = torch.nn.utils.get_total_norm(grads)
-        torch._foreach_mul_(grads, (clip / (norm + 1e-6)).clamp(max=1.0))
+        if grads:  # an optimizer of other parameters has none
+            torch._foreach_mul_(grads, (clip / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
     def _padded(self, args: tuple[Any, ...], batch: dict[str, Any]) -> dict[str, Any]:
