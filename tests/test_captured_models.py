@@ -617,22 +617,27 @@ def test_other_weights_and_adapters_are_seen() -> None:
 
 
 @EVERYWHERE
-def test_weights_in_another_place_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("cast", (False, True), ids=("in another place", "under autocast"))
+def test_other_weights_are_seen(cast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the caller's autocast has kept casts of the weights that were there before."""
     emulate(monkeypatch)
-    model, other = llama(), llama(initializer_range=0.5)
+    model, other = map(interop.fast_generate, (llama(), llama(initializer_range=0.5)))
+    swap(model, quiet=True), swap(other, quiet=True)
     how: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     given = prompt(1, 3, padded=False)
-    expected = [each.generate(**given, **how) for each in (model, other)]
-    assert not torch.equal(*expected)
     if not GPU:
         how["compile_config"] = transformers.CompileConfig()
         how["compile_config"]._compile_all_devices = True
-    interop.fast_generate(model)
-    assert torch.equal(model.generate(**given, **how), expected[0])
-    assert graphs_of(model).why_eager is None and len(graphs_of(model)) == 1
+
+    def generate(model: Any) -> torch.Tensor:
+        with torch.autocast(runtime.DEVICE.type, torch.bfloat16, enabled=cast):
+            return model.generate(**given, **how)  # type: ignore[no-any-return]
+
+    expected = [generate(each) for each in (other, model)]
+    assert graphs_of(model).why_eager is None and len(graphs_of(model)) == 1 and not torch.equal(*expected)
     for mine, new in zip(model.parameters(), other.parameters(), strict=True):
-        mine.data = new.data
-    assert torch.equal(model.generate(**given, **how), expected[1])
+        mine.data = mine.data.copy_(new) if cast else new.data
+    assert torch.equal(generate(model), expected[0])
 
 
 def test_what_is_not_one_token_is_run_from_python(monkeypatch: pytest.MonkeyPatch) -> None:

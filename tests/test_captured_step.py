@@ -22,7 +22,7 @@ from emulated_graphs import emulate
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from kernelbook import runtime
+from kernelbook import runtime, same_bits
 from kernelbook.nn import SparseLinear
 from kernelbook.nn.gpt import GPT, GPTConfig
 from kernelbook.train import CapturedStep, ChunkAdamW, capture
@@ -524,7 +524,7 @@ def test_a_change_of_the_model_is_seen(
     same([{"x": x} for x in xs(16)], make, changes={8: change}, graphs=2)
 
 
-def test_modes_of_parts_and_the_callers_autocast_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modes_of_parts_and_of_the_caller_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     emulate(monkeypatch)
     model = made(lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)))
     step = CapturedStep(model, fused(model), loss=lambda m, x: m(x).square().mean())
@@ -536,13 +536,12 @@ def test_modes_of_parts_and_the_callers_autocast_are_seen(monkeypatch: pytest.Mo
     for x in xs(5):
         step(x)
     assert torch.equal(before, mean)
-    with torch.autocast(runtime.DEVICE.type, torch.bfloat16):
-        for x in xs(5):
-            step(x)
-    assert len(step._calls) == 3
-    for x in xs(5):
-        step(x)
-    assert len(step._calls) == 3
+    autocast = torch.autocast(runtime.DEVICE.type, torch.bfloat16)
+    for within, graphs in ((autocast, 3), (contextlib.nullcontext(), 3), (same_bits(), 4)):
+        with within:
+            for x in xs(5):
+                step(x)
+        assert len(step._calls) == graphs
 
 
 class Settings(nn.Module):
@@ -633,9 +632,7 @@ def test_a_hyperparameter_with_a_schedule_is_named(monkeypatch: pytest.MonkeyPat
     optimizer = fused(model)
     optimizer.param_groups[0]["lr"] = 0.1
     step = CapturedStep(model, optimizer)
-    with pytest.warns(
-        UserWarning, match=r"CapturedStep: goes on .*: 8 calls in a row .* from one to the next: optimizer betas$"
-    ):
+    with pytest.warns(UserWarning, match=r"CapturedStep: goes on .*: 8 calls in a row .* the next: optimizer betas$"):
         for i, x in enumerate(xs(20)):
             optimizer.param_groups[0]["betas"] = (0.9 - 0.01 * i, 0.99)
             step(x)
@@ -814,9 +811,7 @@ def test_a_model_on_another_gpu_than_the_current_one() -> None:
 )
 def test_a_batch_of_other_things_is_named(value: Any, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
     emulate(monkeypatch)
-    with pytest.warns(
-        UserWarning, match=rf"goes on without a CUDA graph: the batch has a .*{named}.*\['others'\]\[0\]"
-    ):
+    with pytest.warns(UserWarning, match=rf"without a CUDA graph: the batch has a .*{named}.*\['others'\]\[0\]"):
         same([{"x": x, "others": [value]} for x in xs(6)], sgd, why=named)
 
 

@@ -168,8 +168,7 @@ def test_two_adapters_and_both_at_once(quantize: bool) -> None:
         plain = base(ids).logits
     model = interop.use_kernels(with_lora(base))
     names = interop.expert_parameters(model)
-    config = peft.LoraConfig(r=2, lora_alpha=1, target_parameters=names, init_lora_weights=False)
-    model.add_adapter("other", config)
+    model.add_adapter("other", peft.LoraConfig(r=2, lora_alpha=1, target_parameters=names, init_lora_weights=False))
     assert sum("other" in wrapper.lora_A for wrapper in interop_peft.check_wrappers(model)) == 2
     for active in ("other", "default", ["default", "other"]):
         model.base_model.set_adapter(active)

@@ -173,6 +173,9 @@ def test_what_is_left_and_what_is_said(capsys: pytest.CaptureFixture[str]) -> No
     nn.utils.parametrize.register_parametrization(only.model.get_submodule("1"), "weight", nn.Identity())
     with pytest.raises(RuntimeError, match=r"Swap\.undo: .* gave them, RMSNorm, got ParametrizedRMSNorm; take off"):
         only.undo()
+    both = swap(nn.Sequential(nn.LayerNorm(8), nn.RMSNorm(8)).to(runtime.DEVICE), quiet=True).model
+    rows = torch.nested.nested_tensor([randn(2, 8), randn(3, 8)], layout=torch.jagged)  # PyTorch's own take those
+    torch.testing.assert_close(both(rows).values(), both(rows.values()))
     with pytest.raises(TypeError, match=r"swap: model must be a torch\.nn\.Module, got list"):
         swap([])  # type: ignore[arg-type]
 

@@ -129,7 +129,10 @@ class _DecodingGraphs:
         kind, _, fixed = self._fixed((), inputs, ids.device)
 
         def one_token() -> tuple[Any, dict[str, Any]]:
-            out = model(**fixed, past_key_values=in_graphs(cache))
+            on = torch.is_autocast_enabled(ids.device.type)
+            # Casts that the caller's autocast keeps are gone with it.
+            with torch.autocast(ids.device.type, enabled=on, cache_enabled=False):
+                out = model(**fixed, past_key_values=in_graphs(cache))
             return type(out), {name: value for name, value in out.items() if name != "past_key_values"}
 
         made, parts = self._calls((kind, place, full), one_token)

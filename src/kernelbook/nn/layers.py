@@ -14,7 +14,9 @@ class LayerNorm(torch.nn.LayerNorm):
     """``torch.nn.LayerNorm`` on :func:`kernelbook.layer_norm`; the arguments and the state dict are the same."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """(..., normalized_shape) -> (..., normalized_shape)."""
+        """(..., normalized_shape) -> (..., normalized_shape). Nested tensors are PyTorch's."""
+        if input.is_nested:
+            return super().forward(input)
         if input.shape[-1:] == self.normalized_shape:
             return layer_norm(input, self.weight, self.bias, self.eps)
         return layer_norm(input, self.weight, self.bias, self.eps, normalized_shape=self.normalized_shape)
@@ -33,8 +35,11 @@ class RMSNorm(torch.nn.RMSNorm):
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         """(..., N) -> (..., N); with a residual (..., N) the pair of the normalized sum and the sum.
 
-        Raises ``ValueError`` for another shape, and where ``normalized_shape`` names more than one dimension.
+        Raises ``ValueError`` for another shape, and where ``normalized_shape`` names more than one dimension. Nested tensors are
+        PyTorch's, without a residual.
         """
+        if x.is_nested and residual is None:
+            return super().forward(x)
         if x.shape[-1:] != self.normalized_shape:
             raise ValueError(
                 f"RMSNorm: normalized_shape {tuple(self.normalized_shape)} must be the last dimension, got {tuple(x.shape)}"

@@ -418,7 +418,7 @@ def state_of(model: torch.nn.Module) -> tuple[tuple[str, Hashable], ...]:
                 continue
             settings.append((name, part))
         found.append((path, tuple(settings)))
-    return tuple(found)
+    return *found, ("same_bits", runtime.in_same_bits())
 
 
 def plain(value: Any) -> Hashable:
