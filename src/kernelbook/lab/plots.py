@@ -519,21 +519,15 @@ def roofline_figure(ceilings: pd.DataFrame, intensities: Mapping[str, float]) ->
     """Attainable TFLOP/s against arithmetic intensity, both axes logarithmic.
 
     Args:
-        ceilings: recorded ceilings; the roof is their median, and each run's is a pale line.
+        ceilings: recorded ceilings; the roof is their median.
         intensities: FLOP per byte of operations to mark under the roof, by name.
     """
     figure, (ax,) = new_figure(height=4.2)
     low, high = min(0.05, *(m / 2 for m in intensities.values())), max(8000.0, *(2 * m for m in intensities.values()))
 
-    def roof(copy_gbs: float, tflops: float) -> tuple[list[float], list[float]]:
-        ridge = tflops * 1e3 / copy_gbs
-        return [low, ridge, high], [low * copy_gbs / 1e3, tflops, tflops]
-
     copy, most = ceilings[["copy_gbs", "bf16_tflops"]].median()
-    for _, row in ceilings.iterrows():
-        ax.plot(*roof(row["copy_gbs"], row["bf16_tflops"]), color=PALE, linewidth=4, zorder=1)
-    ax.plot(*roof(copy, most), color=INK, zorder=2)
     ridge, lowest = most * 1e3 / copy, low * copy / 1e3
+    ax.plot([low, ridge, high], [lowest, most, most], color=INK, zorder=2)
     halfway = (low * ridge) ** 0.5
     how: Any = {"textcoords": "offset points", "fontsize": 8.5}
     ax.annotate(f"copy: {copy:.0f} GB/s", (halfway, halfway * copy / 1e3), xytext=(-6, 4), ha="right", **how)
