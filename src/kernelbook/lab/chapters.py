@@ -172,6 +172,7 @@ def sweep(
     """
 
     def draw(rows: pd.DataFrame, ceilings: pd.DataFrame) -> Any:
+        rows = rows.sort_values("provider", kind="stable")  # one colour for a provider in all panels
         found = {title: rows.query(query) for title, query in panels.items()}
         if any(part.empty for part in found.values()):
             return None
