@@ -177,7 +177,7 @@ def sweep(
         if any(part.empty for part in found.values()):
             return None
         figure, axes = plots.new_figure(
-            columns=len(panels), width=max(6.8, 3.0 * len(panels)), height=3.6, share_y=over is not None
+            columns=len(panels), width=max(6.8, 3.0 * len(panels)), height=3.1, share_y=over is not None
         )
         for ax, (title, part) in zip(axes, found.items(), strict=True):
             mine = own.query(panels[title]) if own is not None and len(own) else None

@@ -93,15 +93,21 @@ def tabs(parts: Mapping[str, object], notes: Mapping[str, str] | None = None) ->
         short = re.sub(r"^NVIDIA (\S+).*", r"\1", label)  # two of them fit beside each other on a phone
         name = f"kb-tab-{number}-{i}"
         checked = ' checked="checked"' if i == 0 else ""
-        note = re.sub(r"`([^`]*)`", r"<code>\1</code>", escape((notes or {}).get(given, "")))
+        note = (notes or {}).get(given)
         items.append(
             f'<input{checked} id="{name}" name="kb-tabs-{number}" type="radio">'
             f'<label class="sd-tab-label" for="{name}" title="{escape(label)}">{escape(short)}</label>'
             f'<div class="sd-tab-content docutils">{_as_html(part, label)}'
-            + (f'<p class="kb-vintage">{note}</p>' if note else "")
+            + (_vintage(note) if note else "")
             + "</div>"
         )
     return HTML(f'<div class="sd-tab-set docutils">{"".join(items)}</div>')
+
+
+def _vintage(note: str) -> str:
+    """A sentence in Markdown below a figure: what of its rows is older."""
+    text = re.sub(r"`([^`]*)`", r"<code>\1</code>", escape(note))
+    return f'<p class="kb-vintage">{text}</p>'
 
 
 def _as_html(part: object, label: str) -> str:
@@ -126,14 +132,21 @@ def by_gpu(stem: str | Sequence[str], draw: Callable[[str], Any]) -> Any:
     """What ``draw(gpu)`` makes of each GPU that has recorded rows of ``stem``, for the last line of a cell.
 
     Where there are several, each has a tab: the book's GPU first, then the reader's own, then the others; a GPU of which
-    ``draw`` makes nothing has none. ``gpu`` is a folder of ``book/results``, as :func:`kernelbook.lab.record.load_results`
-    takes it.
+    ``draw`` makes nothing has none. Below stands what of the rows is older, where ``stem`` is one file.
+    ``gpu`` is a folder of ``book/results``, as :func:`kernelbook.lab.record.load_results` takes it.
     """
     gpus = record.recorded_gpus(*([stem] if isinstance(stem, str) else stem))
     drawn = {gpu: part for gpu in gpus if (part := draw(gpu)) is not None}
-    if len(drawn) <= 1:
-        return next(iter(drawn.values()), None)
-    return tabs(drawn, {gpu: record.sentence(stem, gpu) for gpu in drawn} if isinstance(stem, str) else None)
+    notes = {gpu: record.sentence(stem, gpu) for gpu in drawn} if isinstance(stem, str) else {}
+    if len(drawn) > 1:
+        return tabs(drawn, notes)
+    part, note = next(iter(drawn.values()), None), "".join(notes.values())
+    if not note:
+        return part
+    from IPython.display import HTML, display
+
+    display(part)
+    return HTML(_vintage(note))
 
 
 def with_records(stem: str, draw: Callable[[pd.DataFrame, pd.DataFrame], Any]) -> Any:
@@ -155,7 +168,7 @@ def provenance(*tables: pd.DataFrame | None) -> str:
 
 @_styled
 def new_figure(
-    *, columns: int = 1, width: float = 6.8, height: float = 3.6, share_y: bool = False
+    *, columns: int = 1, width: float = 6.8, height: float = 3.1, share_y: bool = False
 ) -> tuple[Figure, list[Axes]]:
     """A figure in the book's style with ``columns`` axes beside each other; sizes in inches."""
     figure, axes = plt.subplots(
