@@ -79,11 +79,11 @@ def glue(name: str, value: object) -> None:
 _sets = itertools.count()  # tab sets of a page, so that each has ids of its own
 
 
-def tabs(parts: Mapping[str, object], notes: Mapping[str, str] | None = None) -> Any:
+def tabs(parts: Mapping[str, object]) -> Any:
     """Figures, HTML or text under tabs, by their labels; the first is open. It needs no script, and prints one after another.
 
-    ``notes`` are sentences in Markdown below some of them. A label that is a GPU's folder in ``book/results`` is shown as that
-    GPU's model. The markup is that of sphinx-design, whose style sheet every page of the book has.
+    A label that is a GPU's folder in ``book/results`` is shown as that GPU's model. The markup is that of sphinx-design, whose
+    style sheet every page of the book has.
     """
     from IPython.display import HTML
 
@@ -93,21 +93,12 @@ def tabs(parts: Mapping[str, object], notes: Mapping[str, str] | None = None) ->
         short = re.sub(r"^NVIDIA (\S+).*", r"\1", label)  # two of them fit beside each other on a phone
         name = f"kb-tab-{number}-{i}"
         checked = ' checked="checked"' if i == 0 else ""
-        note = (notes or {}).get(given)
         items.append(
             f'<input{checked} id="{name}" name="kb-tabs-{number}" type="radio">'
             f'<label class="sd-tab-label" for="{name}" title="{escape(label)}">{escape(short)}</label>'
-            f'<div class="sd-tab-content docutils">{_as_html(part, label)}'
-            + (_vintage(note) if note else "")
-            + "</div>"
+            f'<div class="sd-tab-content docutils">{_as_html(part, label)}</div>'
         )
     return HTML(f'<div class="sd-tab-set docutils">{"".join(items)}</div>')
-
-
-def _vintage(note: str) -> str:
-    """A sentence in Markdown below a figure: what of its rows is older."""
-    text = re.sub(r"`([^`]*)`", r"<code>\1</code>", escape(note))
-    return f'<p class="kb-vintage">{text}</p>'
 
 
 def _as_html(part: object, label: str) -> str:
@@ -132,21 +123,12 @@ def by_gpu(stem: str | Sequence[str], draw: Callable[[str], Any]) -> Any:
     """What ``draw(gpu)`` makes of each GPU that has recorded rows of ``stem``, for the last line of a cell.
 
     Where there are several, each has a tab: the book's GPU first, then the reader's own, then the others; a GPU of which
-    ``draw`` makes nothing has none. Below stands what of the rows is older, where ``stem`` is one file.
-    ``gpu`` is a folder of ``book/results``, as :func:`kernelbook.lab.record.load_results` takes it.
+    ``draw`` makes nothing has none. ``gpu`` is a folder of ``book/results``, as :func:`kernelbook.lab.record.load_results`
+    takes it.
     """
     gpus = record.recorded_gpus(*([stem] if isinstance(stem, str) else stem))
     drawn = {gpu: part for gpu in gpus if (part := draw(gpu)) is not None}
-    notes = {gpu: record.sentence(stem, gpu) for gpu in drawn} if isinstance(stem, str) else {}
-    if len(drawn) > 1:
-        return tabs(drawn, notes)
-    part, note = next(iter(drawn.values()), None), "".join(notes.values())
-    if not note:
-        return part
-    from IPython.display import HTML, display
-
-    display(part)
-    return HTML(_vintage(note))
+    return tabs(drawn) if len(drawn) > 1 else next(iter(drawn.values()), None)
 
 
 def with_records(stem: str, draw: Callable[[pd.DataFrame, pd.DataFrame], Any]) -> Any:
@@ -179,7 +161,7 @@ def new_figure(
 
 @_styled
 def finish(figure: Figure, *tables: pd.DataFrame | None, own: pd.DataFrame | None = None) -> Figure:
-    """Writes the provenance of ``tables`` (and of the reader's ``own`` rows) under the axes and closes the figure.
+    """Writes the provenance of ``tables`` (and of the reader's ``own`` rows), and what of them is older, under the axes.
 
     Titles and legends that were added outside of this module get its style.
     """
@@ -192,6 +174,7 @@ def finish(figure: Figure, *tables: pd.DataFrame | None, own: pd.DataFrame | Non
     lines = []
     if any(table is not None and len(table) for table in tables):
         lines.append(provenance(*tables))
+        lines += [older for table in tables if table is not None and (older := record.dated(table))]
     if own is not None and len(own):
         lines.append("open markers, yours: " + provenance(own))
     if any(shape.get_gid() == BAND for ax in figure.axes for shape in ax.collections):
