@@ -84,7 +84,6 @@ def _figure(gpu: str) -> Figure:
 
 def test_several_gpus_come_under_tabs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record, "recorded_gpus", lambda *stems: ["nvidia-h200", "nvidia-h100", "nvidia-l4"])
-    monkeypatch.setattr(record, "sentence", lambda stem, gpu: "")
     text = plots.by_gpu("layer_norm", _figure).data
     assert text.count("<img ") == 3 and text.count('type="radio"') == 3 and text.count("<input checked") == 1
     places = [text.index(f">{gpu}</label>") for gpu in ("H200", "nvidia-h100", "nvidia-l4")]
@@ -94,15 +93,10 @@ def test_several_gpus_come_under_tabs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not set(re.findall(r'id="([^"]+)"', text)) & set(re.findall(r'id="([^"]+)"', other))
 
 
-def test_a_tab_says_what_of_its_rows_is_older(monkeypatch: pytest.MonkeyPatch) -> None:
-    notes = {"a-gpu": "", "b-gpu": "2 rows launch a<b."}
-    monkeypatch.setattr(record, "recorded_gpus", lambda *stems: list(notes))
-    monkeypatch.setattr(record, "sentence", lambda stem, gpu: notes[gpu])
-    first, second = plots.by_gpu("layer_norm", lambda gpu: gpu).data.split("<input")[1:]
-    assert "kb-vintage" not in first and "2 rows launch a&lt;b." in second
-    assert (
-        "kb-vintage" not in plots.by_gpu(["layer_norm"], lambda gpu: gpu).data
-    )  # of several files a page says it itself
+def test_a_figure_says_what_of_its_rows_is_older() -> None:
+    rows = pd.DataFrame({"gpu": "a", "torch": "2", "triton": "3", "state": [stale.OLDER, stale.CURRENT]})
+    said = [plots.finish(plots.new_figure()[0], table).get_supxlabel() for table in (rows, rows[1:])]
+    assert "1 of 2 rows were measured with other kernels than today's." in said[0] and "rows" not in said[1]
 
 
 def test_each_gpus_record_is_drawn_and_one_that_lacks_it_is_left_out(

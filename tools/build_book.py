@@ -46,6 +46,7 @@ DECIDING = (
     "src",
     "bench",
     "book/results",
+    "book/archive",
     "book/evidence",
     "book/compiled.csv",
     "book/moe_lora_orders.csv",

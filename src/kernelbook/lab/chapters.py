@@ -172,11 +172,12 @@ def sweep(
     """
 
     def draw(rows: pd.DataFrame, ceilings: pd.DataFrame) -> Any:
+        rows = rows.sort_values("provider", kind="stable")  # one colour for a provider in all panels
         found = {title: rows.query(query) for title, query in panels.items()}
         if any(part.empty for part in found.values()):
             return None
         figure, axes = plots.new_figure(
-            columns=len(panels), width=max(6.8, 3.0 * len(panels)), height=3.6, share_y=over is not None
+            columns=len(panels), width=max(6.8, 3.0 * len(panels)), height=3.1, share_y=over is not None
         )
         for ax, (title, part) in zip(axes, found.items(), strict=True):
             mine = own.query(panels[title]) if own is not None and len(own) else None

@@ -110,20 +110,14 @@ def shares(rows: pd.DataFrame, ceilings: pd.DataFrame) -> pd.DataFrame:
 
     The bound is the longest of three times: ``bytes`` at the speed of a copy; ``products``, the operations at the speed of
     PyTorch's large matrix product, in bfloat16 or, of float32 rows, tf32; and ``launch``, one empty kernel. How many kernels a
-    call launches is not recorded. The ceilings are those of the row's run, else the medians.
+    call launches is not recorded. The ceilings are the medians of all runs: a process beside one run lowers those of that run.
 
     A row with neither bytes nor operations has no bound, and NaN.
     """
-    columns = ["copy_gbs", "bf16_tflops", "tf32_tflops", "empty_us"]
-    known = rows[["run"]].merge(ceilings[["run", *columns]].drop_duplicates("run"), on="run", how="left")
-    known = known[columns].fillna(ceilings[columns].median()).set_index(rows.index)
-    tflops = known["bf16_tflops"].mask(rows["dtype"] == "float32", known["tf32_tflops"])
+    copy, bf16, tf32, empty = ceilings[["copy_gbs", "bf16_tflops", "tf32_tflops", "empty_us"]].median()
+    tflops = rows["dtype"].map({"float32": tf32}).fillna(bf16)
     least = pd.DataFrame(
-        {
-            "bytes": rows["gbytes"] / known["copy_gbs"] * 1e3,
-            "products": rows["gflop"] / tflops,
-            "launch": known["empty_us"] / 1e3,
-        }
+        {"bytes": rows["gbytes"] / copy * 1e3, "products": rows["gflop"] / tflops, "launch": empty / 1e3}
     ).fillna(0.0)
     counts = (rows["gbytes"] > 0) | (rows["gflop"] > 0)
     return rows.assign(

@@ -79,11 +79,11 @@ def glue(name: str, value: object) -> None:
 _sets = itertools.count()  # tab sets of a page, so that each has ids of its own
 
 
-def tabs(parts: Mapping[str, object], notes: Mapping[str, str] | None = None) -> Any:
+def tabs(parts: Mapping[str, object]) -> Any:
     """Figures, HTML or text under tabs, by their labels; the first is open. It needs no script, and prints one after another.
 
-    ``notes`` are sentences in Markdown below some of them. A label that is a GPU's folder in ``book/results`` is shown as that
-    GPU's model. The markup is that of sphinx-design, whose style sheet every page of the book has.
+    A label that is a GPU's folder in ``book/results`` is shown as that GPU's model. The markup is that of sphinx-design, whose
+    style sheet every page of the book has.
     """
     from IPython.display import HTML
 
@@ -93,13 +93,10 @@ def tabs(parts: Mapping[str, object], notes: Mapping[str, str] | None = None) ->
         short = re.sub(r"^NVIDIA (\S+).*", r"\1", label)  # two of them fit beside each other on a phone
         name = f"kb-tab-{number}-{i}"
         checked = ' checked="checked"' if i == 0 else ""
-        note = re.sub(r"`([^`]*)`", r"<code>\1</code>", escape((notes or {}).get(given, "")))
         items.append(
             f'<input{checked} id="{name}" name="kb-tabs-{number}" type="radio">'
             f'<label class="sd-tab-label" for="{name}" title="{escape(label)}">{escape(short)}</label>'
-            f'<div class="sd-tab-content docutils">{_as_html(part, label)}'
-            + (f'<p class="kb-vintage">{note}</p>' if note else "")
-            + "</div>"
+            f'<div class="sd-tab-content docutils">{_as_html(part, label)}</div>'
         )
     return HTML(f'<div class="sd-tab-set docutils">{"".join(items)}</div>')
 
@@ -131,9 +128,7 @@ def by_gpu(stem: str | Sequence[str], draw: Callable[[str], Any]) -> Any:
     """
     gpus = record.recorded_gpus(*([stem] if isinstance(stem, str) else stem))
     drawn = {gpu: part for gpu in gpus if (part := draw(gpu)) is not None}
-    if len(drawn) <= 1:
-        return next(iter(drawn.values()), None)
-    return tabs(drawn, {gpu: record.sentence(stem, gpu) for gpu in drawn} if isinstance(stem, str) else None)
+    return tabs(drawn) if len(drawn) > 1 else next(iter(drawn.values()), None)
 
 
 def with_records(stem: str, draw: Callable[[pd.DataFrame, pd.DataFrame], Any]) -> Any:
@@ -155,7 +150,7 @@ def provenance(*tables: pd.DataFrame | None) -> str:
 
 @_styled
 def new_figure(
-    *, columns: int = 1, width: float = 6.8, height: float = 3.6, share_y: bool = False
+    *, columns: int = 1, width: float = 6.8, height: float = 3.1, share_y: bool = False
 ) -> tuple[Figure, list[Axes]]:
     """A figure in the book's style with ``columns`` axes beside each other; sizes in inches."""
     figure, axes = plt.subplots(
@@ -166,7 +161,7 @@ def new_figure(
 
 @_styled
 def finish(figure: Figure, *tables: pd.DataFrame | None, own: pd.DataFrame | None = None) -> Figure:
-    """Writes the provenance of ``tables`` (and of the reader's ``own`` rows) under the axes and closes the figure.
+    """Writes the provenance of ``tables`` (and of the reader's ``own`` rows), and what of them is older, under the axes.
 
     Titles and legends that were added outside of this module get its style.
     """
@@ -179,6 +174,7 @@ def finish(figure: Figure, *tables: pd.DataFrame | None, own: pd.DataFrame | Non
     lines = []
     if any(table is not None and len(table) for table in tables):
         lines.append(provenance(*tables))
+        lines += [older for table in tables if table is not None and (older := record.dated(table))]
     if own is not None and len(own):
         lines.append("open markers, yours: " + provenance(own))
     if any(shape.get_gid() == BAND for ax in figure.axes for shape in ax.collections):
@@ -519,21 +515,15 @@ def roofline_figure(ceilings: pd.DataFrame, intensities: Mapping[str, float]) ->
     """Attainable TFLOP/s against arithmetic intensity, both axes logarithmic.
 
     Args:
-        ceilings: recorded ceilings; the roof is their median, and each run's is a pale line.
+        ceilings: recorded ceilings; the roof is their median.
         intensities: FLOP per byte of operations to mark under the roof, by name.
     """
     figure, (ax,) = new_figure(height=4.2)
     low, high = min(0.05, *(m / 2 for m in intensities.values())), max(8000.0, *(2 * m for m in intensities.values()))
 
-    def roof(copy_gbs: float, tflops: float) -> tuple[list[float], list[float]]:
-        ridge = tflops * 1e3 / copy_gbs
-        return [low, ridge, high], [low * copy_gbs / 1e3, tflops, tflops]
-
     copy, most = ceilings[["copy_gbs", "bf16_tflops"]].median()
-    for _, row in ceilings.iterrows():
-        ax.plot(*roof(row["copy_gbs"], row["bf16_tflops"]), color=PALE, linewidth=4, zorder=1)
-    ax.plot(*roof(copy, most), color=INK, zorder=2)
     ridge, lowest = most * 1e3 / copy, low * copy / 1e3
+    ax.plot([low, ridge, high], [lowest, most, most], color=INK, zorder=2)
     halfway = (low * ridge) ** 0.5
     how: Any = {"textcoords": "offset points", "fontsize": 8.5}
     ax.annotate(f"copy: {copy:.0f} GB/s", (halfway, halfway * copy / 1e3), xytext=(-6, 4), ha="right", **how)

@@ -210,8 +210,15 @@ def _read(stem: str, gpu: str) -> pd.DataFrame:
 
 
 def sentence(stem: str, gpu: str = BOOKS_GPU) -> str:
-    """Whether recorded rows of ``stem`` are older than the kernels, in a sentence; nothing where all are current."""
-    counts = load_results(stem, gpu)["state"].value_counts()
+    """:func:`dated` of the recorded rows of ``stem``."""
+    return dated(load_results(stem, gpu))
+
+
+def dated(rows: pd.DataFrame) -> str:
+    """Whether rows of :func:`load_results` are older than the kernels, in a sentence; nothing where all are current."""
+    if "state" not in rows:
+        return ""
+    counts = rows["state"].value_counts()
     words = {stale.OLDER: "were measured with other kernels than today's", stale.NOT_DATED: "are not dated"}
     parts = [f"{counts[state]:,} of {counts.sum():,} rows {word}" for state, word in words.items() if state in counts]
     return f"{'; '.join(parts)}." if parts else ""
