@@ -463,7 +463,7 @@ def test_swap_takes_what_it_knows_and_refuses_the_rest() -> None:
             model(randn(3, 17))
         assert not runtime.in_same_bits()
     assert [type(module) for module in model] == kinds and before.keys() == model.state_dict().keys()
-    assert not model._forward_hooks and not model._forward_pre_hooks
+    assert "_call_impl" not in vars(model)
     with pytest.raises(ValueError, match=r"swap: same_bits must be False for this model.*0: Conv1d has weights"):
         swap(torch.nn.Sequential(torch.nn.Conv1d(2, 2, 3)), same_bits=True)
     with pytest.raises(ValueError, match="0: BatchNorm1d normalizes over other rows"):
@@ -501,11 +501,16 @@ def test_swap_takes_a_router_by_its_product() -> None:
 def test_a_part_of_a_swapped_model_is_in_the_mode_too() -> None:
     class Probe(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> bool:
+            if not x.numel():
+                raise KeyboardInterrupt
             return runtime.in_same_bits()
 
     model: Any = torch.nn.Sequential(torch.nn.Sequential(Probe()))
-    with swap(model, same_bits=True, quiet=True):
-        assert model(randn(1)) and model[0](randn(1)) and not runtime.in_same_bits()
+    with swap(model, same_bits=True, quiet=True), swap(model, same_bits=True, quiet=True):
+        assert model(randn(1)) and model[0](randn(1)) and copy.deepcopy(model)(randn(1))
+        with pytest.raises(KeyboardInterrupt):
+            model(randn(0))
+        assert not runtime.in_same_bits()
     assert not model(randn(1))
 
 

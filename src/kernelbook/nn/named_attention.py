@@ -190,8 +190,9 @@ def own_attention(
         if same_bits:
             raise ValueError(
                 f"attention_forward: within same_bits() there must be a causal mask of booleans or none, no dropout, at most "
-                f"{MAX_HEAD} features a head and nothing else, got dropout {dropout}, {query.shape[-1]} features, a mask of "
-                f"{None if mask is None else mask.dtype} and {', '.join(asked) or 'nothing else'}"
+                f"{MAX_HEAD} features a head, as many of values, and nothing else, got dropout {dropout}, {query.shape[-1]} and "
+                f"{value.shape[-1]} features, a mask of {None if mask is None else mask.dtype} and "
+                f"{', '.join(asked) or 'nothing else'}"
             )
         return None
     more: dict[str, Any] = {OWN[name]: others[name] for name in asked}

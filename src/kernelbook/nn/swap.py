@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import functools
 from typing import Any
 
 import torch
@@ -89,7 +89,7 @@ class Swap:
         self.changed: dict[str, str] = {}
         self.left: dict[str, str] = {}
         self._before: list[tuple[Any, str, Any, Any]] = []  # what was changed, where, from what, to what
-        self._hooks: list[Any] = []
+        self._within: list[nn.Module] = []  # of the same bits: modules whose calls hold the mode
 
     def undo(self) -> None:
         """Make the modules what they were. Parameters, buffers and their hooks were never touched.
@@ -103,9 +103,9 @@ class Swap:
                     f"Swap.undo: modules must have the class that swap gave them, {given.__name__}, got {type(owner).__name__}; "
                     f"take off first what was put on them since, such as a parametrization"
                 )
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        for module in self._within:
+            del vars(module)["_call_impl"]
+        self._within = []
         for owner, name, value, _ in reversed(self._before):
             setattr(owner, name, value)
         self._before, self.changed = [], {}
@@ -314,8 +314,9 @@ def _swap_same_bits(done: Swap) -> None:
         listed = "; ".join(f"{name or 'the model'}: {why}" for name, why in unknown.items())
         raise ValueError(f"swap: same_bits must be False for this model, since it would not hold: {listed}")
     for name, module in model.named_modules():
-        if name == "" or any(True for _ in module.children()):
-            done._hooks += _in_mode(module)
+        if (name == "" or any(True for _ in module.children())) and "_call_impl" not in vars(module):
+            vars(module)["_call_impl"] = functools.partial(_call_in_mode, module)
+            done._within.append(module)
 
 
 def _swap_experts(done: Swap) -> set[int]:
@@ -339,18 +340,7 @@ def _swap_experts(done: Swap) -> set[int]:
     return {id(module) for _, module in found}
 
 
-def _in_mode(module: nn.Module) -> list[Any]:
-    """Hold the mode from before a module's forward pass until after it, also after one that raises and in a checkpoint's second one."""
-    of_thread = threading.local()
-
-    def enter(*call: Any) -> None:
-        of_thread.entered = [*getattr(of_thread, "entered", ()), in_mode(*call)]
-        of_thread.entered[-1].__enter__()
-
-    def leave(*_: Any) -> None:
-        of_thread.entered.pop().__exit__(None, None, None)
-
-    return [
-        module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
-        module.register_forward_hook(leave, always_call=True),
-    ]
+def _call_in_mode(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Hold the mode while a module is called, in a checkpoint's second pass too, whatever ends the call."""
+    with in_mode(module, args, kwargs):
+        return type(module)._call_impl(module, *args, **kwargs)

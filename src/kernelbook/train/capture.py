@@ -388,7 +388,7 @@ def state_of(model: torch.nn.Module) -> tuple[tuple[str, Hashable], ...]:
     found: list[tuple[str, Hashable]] = []
     configs: set[int] = set()
     for path, module in model.named_modules():
-        settings: list[tuple[str, Hashable]] = []
+        settings: list[tuple[str, Hashable]] = [("class", type(module))]
         for name, value in module.__dict__.items():
             kind, part = type(value), None
             if kind in _PLAIN:
