@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from kernelbook import runtime, same_bits
-from kernelbook.nn import SparseLinear
+from kernelbook.nn import SparseLinear, swap
 from kernelbook.nn.gpt import GPT, GPTConfig
 from kernelbook.train import CapturedStep, ChunkAdamW, capture
 from kernelbook.train.capture import MANY, CapturedCalls, Fingerprint, FixedInputs, _no_stashed_generator, state_of
@@ -577,6 +577,7 @@ CHANGES: dict[str, Callable[[Settings], object]] = {
     "a mode": lambda m: m.inner[1].eval(),
     "another module": lambda m: m.inner.__setitem__(1, nn.Identity()),
     "a module where there was none": lambda m: m.inner[1].add_module("part", nn.ReLU()),
+    "a class": lambda m: swap(m, same_bits=True, quiet=True),
     "a hook": lambda m: m.inner[0].register_forward_hook(lambda *_: None),
     "a configuration": lambda m: setattr(m.config, "cap", 2.0),
 }  # fmt: skip

@@ -382,13 +382,13 @@ MANY = 16  # parts of a list or a dictionary; longer ones are no settings
 
 def state_of(model: torch.nn.Module) -> tuple[tuple[str, Hashable], ...]:
     """Return by name what a graph takes for granted of a model: where its tensors are, the plain values that its modules have
-    as attributes (modes, rates, adapters), and their hooks. Values of tensors may change; what a pass leaves in a module as a
+    as attributes (modes, rates, adapters), their hooks, and same_bits. Values of tensors may change; what a pass leaves in a module as a
     part of its own graph of gradients does not count.
     """
     found: list[tuple[str, Hashable]] = []
     configs: set[int] = set()
     for path, module in model.named_modules():
-        settings: list[tuple[str, Hashable]] = [("class", type(module))]
+        settings: list[tuple[str, Hashable]] = [("class", type(module).__module__)]  # which a swap changes
         for name, value in module.__dict__.items():
             kind, part = type(value), None
             if kind in _PLAIN:
