@@ -301,7 +301,7 @@ def bandwidth_figure(
     # The legend lies above all lines: nothing says where there would be room among them.
     lines = math.ceil(len(ax.get_legend_handles_labels()[0]) / 2)
     highest = max(float(np.nanmax(np.asarray(line.get_ydata(), dtype=float))) for line in ax.lines)
-    ax.set_ylim(0, highest / (1 - 0.085 * lines))
+    ax.set_ylim(0, highest / (1 - 0.1 * lines))
     size = 8.5 if len(figure.axes) == 1 else 7
     ax.legend(loc="upper left", ncols=2, fontsize=size, handlelength=1.6, columnspacing=1)
     return finish(figure, rows, own=own) if own_figure else figure
