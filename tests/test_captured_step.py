@@ -558,10 +558,6 @@ class Settings(nn.Module):
         self.register_buffer("mean", torch.zeros(3))
 
 
-def other_storage(t: torch.Tensor) -> None:
-    t.data = t.data.clone()
-
-
 CHANGES: dict[str, Callable[[Settings], object]] = {
     "a number": lambda m: setattr(m, "rate", 0.25),
     "a tensor where a number was, of the same value": lambda m: setattr(m, "rate", torch.tensor(0.5)),
@@ -571,7 +567,7 @@ CHANGES: dict[str, Callable[[Settings], object]] = {
     "a dictionary that was empty": lambda m: m.empty.update(a=2),
     "a long list becomes short": lambda m: m.long.pop(),
     "another tensor": lambda m: setattr(m, "table", torch.zeros(3)),
-    "other storage of a weight": lambda m: other_storage(m.inner[0].weight),
+    "other storage of a weight": lambda m: setattr(m.inner[0].weight, "data", m.inner[0].weight.data.clone()),
     "another weight": lambda m: setattr(m.inner[0], "bias", nn.Parameter(torch.zeros(3))),
     "a frozen weight": lambda m: m.inner[0].weight.requires_grad_(False),
     "a mode": lambda m: m.inner[1].eval(),

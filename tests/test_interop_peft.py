@@ -14,6 +14,7 @@ import peft
 import torch
 import transformers
 from peft.tuners.lora import layer
+from tensors import default_dtype
 from tiny_models import (
     MODELS,
     assert_as_eager,
@@ -285,6 +286,8 @@ def _wrappers(model: Any) -> list[type]:
 
 def test_another_layout_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The PEFT at hand is asked what its pairs add, so that a version that lays them out otherwise is found out."""
+    with default_dtype(torch.bfloat16), torch.autocast("cpu", torch.bfloat16):  # of no consequence
+        assert interop_peft._probe.__wrapped__() is None
     model = _tiny("olmoe")
     real = layer.ParamWrapper.get_delta_weight
     monkeypatch.setattr(layer.ParamWrapper, "get_delta_weight", lambda self, name: 2 * real(self, name))

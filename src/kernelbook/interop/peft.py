@@ -20,7 +20,7 @@ import torch
 from peft.tuners.lora import layer
 
 from kernelbook import arguments
-from kernelbook.interop import base_model
+from kernelbook.interop import base_model, probing
 from kernelbook.interop.transformers_experts import LORA_ATTRIBUTE, NAME, expert_modules, stored, weight_names
 from kernelbook.nf4 import NF4Tensor, nf4_dequantize
 from kernelbook.nn import offload
@@ -214,6 +214,7 @@ def _merge(experts: Any, name: str, q: NF4Tensor, pairs: list[LoRAPair], across:
 
 
 @functools.cache
+@probing()
 def _probe() -> str | None:
     """Asks the PEFT at hand what its pairs add to a parameter; in words what is not as expected."""
     config = peft.LoraConfig(
@@ -222,8 +223,7 @@ def _probe() -> str | None:
     for is_transposed in (False, True):
         holder: Any = torch.nn.Module()
         holder.is_transposed, holder.weight = is_transposed, torch.nn.Parameter(torch.zeros(2, 3, 5))
-        with torch.random.fork_rng(devices=[]):
-            model: Any = peft.get_peft_model(torch.nn.ModuleDict({"inner": holder}), config)  # type: ignore[arg-type]
+        model: Any = peft.get_peft_model(torch.nn.ModuleDict({"inner": holder}), config)  # type: ignore[arg-type]
         wrapper = model.base_model.model.inner
         if type(wrapper) is not layer.ParamWrapper or not hasattr(wrapper, "_activate_lora"):
             return "parameters are wrapped in another class"

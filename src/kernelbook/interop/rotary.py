@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kernelbook.interop import transformers_attention
+from kernelbook.interop import probing, transformers_attention
 from kernelbook.launch import Launch, cdiv, launcher
 from kernelbook.nn import kernels
 from kernelbook.nn.made_again import MadeAgain
@@ -111,7 +111,7 @@ def _is_rotation(function: Any, width: int) -> bool:
 
     ``width``: of cos and sin.
     """
-    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+    with probing():
         q, k = torch.randn(2, 3, 5, 8), torch.randn(2, 1, 5, 8)
         cos, sin = torch.randn(2, 5, width), torch.randn(2, 5, width)
         try:
