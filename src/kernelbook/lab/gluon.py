@@ -67,9 +67,6 @@ from triton.runtime import interpreter
 
 __all__ = ["KINDS", "Event", "GluonError", "enable", "interpret", "interpreted"]
 
-assert runtime  # set up
-
-
 # --- layouts ----------------------------------------------------------------------------------------------------------
 
 

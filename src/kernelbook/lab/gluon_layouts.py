@@ -11,15 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from kernelbook import runtime  # before Triton, which it sets up
+from kernelbook import runtime  # noqa: F401  before Triton, which it sets up
 
 # isort: split
 from triton._C.libtriton import gluon_ir, ir
 from triton.experimental.gluon import language
-
-__all__ = ["Owners", "bank_conflicts", "drawing", "offsets", "owners", "sectors"]
-
-assert runtime  # set up
 
 BANKS, BANK_BYTES, SECTOR_BYTES, VECTOR_BYTES = 32, 4, 32, 16
 

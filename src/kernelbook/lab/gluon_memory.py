@@ -15,16 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from kernelbook import runtime  # before Triton, which it sets up
+from kernelbook import runtime  # noqa: F401  before Triton, which it sets up
 
 # isort: split
 import triton.language as tl
 from triton.experimental.gluon import language
 from triton.runtime import interpreter
-
-__all__ = ["KINDS", "Barrier", "Event", "GluonError", "Program", "Shared", "Tiles", "make_tensor", "warps_of"]
-
-assert runtime  # set up
 
 # What a GluonError is about, and what to look at first.
 KINDS = {
