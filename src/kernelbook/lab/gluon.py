@@ -74,11 +74,7 @@ __all__ = ["KINDS", "Event", "GluonError", "enable", "interpret", "interpreted"]
 class _Unknown(language.AutoLayout):  # type: ignore[misc]
     """The layout of what was reshaped, permuted, joined or split: it goes with any other."""
 
-    dims: int = 0
-
-    @property
-    def rank(self) -> int:
-        return self.dims
+    rank: int = 0
 
 
 class _Builder(interpreter.InterpreterBuilder):  # type: ignore[misc]

@@ -149,10 +149,6 @@ def bank_conflicts(layout: Any, shared: Any, shape: Sequence[int], itemsize: int
 # --- drawings ---------------------------------------------------------------------------------------------------------
 
 
-def _hue(number: int) -> int:
-    return [210, 30, 150, 330, 265, 90, 0, 180][number % 8]
-
-
 def drawing(
     numbers: np.ndarray,
     words: Sequence[Sequence[str]],
@@ -172,7 +168,7 @@ def drawing(
         rows, columns: what they are.
     """
     (high, wide), (w, h) = numbers.shape, cell
-    left, top = 44, 22
+    left, top, hues = 44, 22, [210, 30, 150, 330, 265, 90, 0, 180]
     parts = [f'<text x="{left}" y="13">{columns} 0</text>']
     parts.append(f'<text x="{left + wide * w}" y="13" text-anchor="end">{wide - 1}</text>')
     for i in range(high):
@@ -185,7 +181,7 @@ def drawing(
             while end < wide and (numbers[i, end], words[i][end]) == (numbers[i, j], words[i][j]):
                 end += 1
             x, y, width = left + j * w, top + i * h, (end - j) * w
-            color = f"hsl({_hue(int(numbers[i, j]))} 70% 55% / 0.3)"
+            color = f"hsl({hues[int(numbers[i, j]) % 8]} 70% 55% / 0.3)"
             parts.append(
                 f'<rect x="{x}" y="{y}" width="{width}" height="{h}" fill="{color}" stroke="currentColor" stroke-opacity="0.35"/>'
             )

@@ -421,9 +421,6 @@ class Shared:
 
     _reinterpret = reinterpret  # Triton 3.6 to 3.8
 
-    def _keep_alive(self) -> None:
-        """Nothing is freed here."""
-
     # --- what threads do
 
     def check_free(self) -> None:

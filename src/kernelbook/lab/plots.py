@@ -335,7 +335,6 @@ def speedup_figure(
     ax.set_ylabel(f"times faster than {over}")
     if ax.get_yscale() == "linear":  # the axes given may be logarithmic
         ax.set_ylim(bottom=0)
-    ax.set_title(title)
     ax.legend()
     return finish(figure, rows, own=own) if own_figure else figure
 
@@ -425,9 +424,6 @@ def _ladders(
     return [(name, part) for name, part in ladders if part["provider"].str.startswith("kernelbook:").any()]
 
 
-EARLIER = "These times are of an earlier version of this page's steps"
-
-
 def step_times(stem: str, **only: Any) -> dict[str, float]:
     """Microseconds of the steps and peers of the first recorded ladder that ``only`` picks, by name, in their order; NaN for
     what is not recorded."""
@@ -506,7 +502,7 @@ def steps(
             text += f"Slower than the best before: {', '.join(slower)}.\n\n" if slower else ""
             text += f"No difference beyond the spread of the times: {', '.join(alike)}.\n\n" if alike else ""
         if title == "Recorded" and (rows["state"] != stale.CURRENT).any():
-            text += f"{EARLIER}: steps that joined since are not among them.\n\n"
+            text += "These times are of an earlier version of this page's steps: steps that joined since are not among them.\n\n"
     return text or "Nothing is recorded yet."
 
 

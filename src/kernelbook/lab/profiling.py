@@ -121,8 +121,8 @@ class StepProfiler:
         if step >= self.last:
             self.close()
         else:
-            if self._gpu and step < self.first:
-                torch.cuda.synchronize()  # kernels still to run would count to the step that comes
+            if step < self.first:
+                timing.wait()  # kernels still to run would count to the step that comes
             self._profile.step()
 
     def close(self) -> Report | None:
@@ -131,8 +131,7 @@ class StepProfiler:
         if profile is not None:
             atexit.unregister(self.close)
             try:
-                if self._gpu:
-                    torch.cuda.synchronize()
+                timing.wait()
             finally:
                 profile.stop()
             if self._recorded:

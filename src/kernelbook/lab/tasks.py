@@ -371,14 +371,8 @@ def _rms_norm_dx(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> tor
     return rstd * (g - xhat * (g * xhat).mean(-1, keepdim=True))
 
 
-def _rms_norm_dw(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return (dy * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)).sum(0)
-
-
 _NORM_INPUTS = _draw(x="M N", weight="near_one N")
 _NORM_GRAD_INPUTS = _draw(dy="M N", x="M N", weight="near_one N")
-
-
 # Numbers of all sizes: the mean square of what randn gives is 1, and a kernel that leaves the norm out would be right.
 _NORM_SCALES = (1.0, 20.0, 0.01)
 
@@ -402,7 +396,7 @@ _add(
 )
 _add(
     "rms_norm_dw(dy, x, weight): the gradient of rms_norm by weight. dy, x (M, N), weight (N,) -> dw (N,)",
-    _rms_norm_dw,
+    lambda dy, x, weight: (dy * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)).sum(0),
     _NORM_GRAD_INPUTS,
     also=("sum",),
     how="dw = sum over the rows of dy * xhat. Let a few programs take every P-th row each, keep a row of float32 sums, and store it as their row of partial (P, N); a second launch, or partial.sum(0), adds these. tl.atomic_add into float32 zeros works too.",

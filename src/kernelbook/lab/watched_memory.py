@@ -101,9 +101,6 @@ class _Watch:
         self.seen: dict[int, dict[int, int]] = {}
         self.shapes: list[bytes] = []  # by store: its addresses and shape
 
-    def enter(self, program: int) -> None:
-        self.program = program
-
     def _region(self, addresses: np.ndarray, size: int, what: str) -> _Region:
         """The region that all addresses lie in."""
         low, high = int(addresses.min()), int(addresses.max())
@@ -120,16 +117,13 @@ class _Watch:
             inside = f"the tensor that begins before it has {where.end - where.start} bytes, this is byte {byte}"
         raise WrongAccessError(f"watched: {what} of {size} bytes out of bounds: {inside}", "mask")
 
-    def _sees(self, program: int, epoch: int) -> bool:
-        return self.seen.get(self.program, {}).get(program, 0) > epoch
-
     def _foreign(self, region: _Region, cells: np.ndarray, what: str) -> None:
         """Raises if cells were stored by programs of which this one knows nothing."""
         others = (region.program[cells] >= 0) & (region.program[cells] != self.program)
         if others.any():
             pairs = np.unique(np.stack([region.program[cells][others], region.epoch[cells][others]]), axis=1)
             for program, epoch in pairs.T:
-                if not self._sees(int(program), int(epoch)):
+                if self.seen.get(self.program, {}).get(int(program), 0) <= epoch:
                     both = f"watched: program {self.program} {what} what program {program} stored, and nothing orders the two"
                     if what == "reads":
                         raise WrongAccessError(both, "race")
@@ -245,12 +239,11 @@ def watched(tiles_too: bool = False) -> Iterator[None]:
             result.handle.narrow = "argument"
         return result
 
-    def narrow(handle: Any) -> str:
-        """Of 32 bits: an argument of the launch, a product with one, or small, as constants and the offsets in a tile are."""
-        return getattr(handle, "narrow", "")
-
     def follow(name: str) -> Any:
-        """The operation, whose result is remembered to be what comes of its operands."""
+        """The operation, whose result is remembered to be what comes of its operands.
+
+        Of 32 bits: an argument of the launch, a product with one, or small, as constants and the offsets in a tile are.
+        """
         made, handle = getattr(builder, name), interpreter.TensorHandle
         starts = name in ("get_int32", "get_null_value", "create_make_range")
         multiplies, mixes = name == "create_mul", name in ("create_mul", "create_add", "create_sub")
@@ -272,7 +265,7 @@ def watched(tiles_too: bool = False) -> Iterator[None]:
         return operation
 
     def addptr(self: Any, ptr: Any, offset: Any) -> Any:
-        if narrow(offset) == "product":
+        if getattr(offset, "narrow", "") == "product":
             raise WrongAccessError(
                 "watched: an offset is a product with an argument of the launch in 32 bits, which may overflow: convert with "
                 ".to(tl.int64) before it is multiplied",
@@ -288,7 +281,7 @@ def watched(tiles_too: bool = False) -> Iterator[None]:
     def set_grid_idx(self: Any, x: int, y: int, z: int) -> None:
         real["set_grid_idx"](self, x, y, z)
         if current:
-            current[0].enter((z * self.grid_dim[1] + y) * self.grid_dim[0] + x)
+            current[0].program = (z * self.grid_dim[1] + y) * self.grid_dim[0] + x
 
     def lanes(mask: Any, pointers: np.ndarray) -> np.ndarray:
         # A descriptor's mask has no dtype.
