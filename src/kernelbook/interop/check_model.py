@@ -62,17 +62,6 @@ def _unchanged(base: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def _from_config(base: Any) -> nn.Module:
-    """The model of transformers that the configuration describes, with eager attention and experts, without weights."""
-    config = copy.deepcopy(base.config)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    config._attn_implementation = "eager"
-    config._experts_implementation = "eager"
-    with torch.device("meta"):
-        return type(base)(config)  # type: ignore[no-any-return]
-
-
 class _Check:
     """One call of :func:`check_model`."""
 
@@ -93,7 +82,14 @@ class _Check:
 
     def reference(self) -> Reference:
         if self.against is None:
-            return Reference(_from_config(self.base), self.weights, self.report)
+            config = copy.deepcopy(self.base.config)
+            if hasattr(config, "quantization_config"):
+                del config.quantization_config
+            config._attn_implementation = "eager"
+            config._experts_implementation = "eager"
+            with torch.device("meta"):
+                skeleton = type(self.base)(config)
+            return Reference(skeleton, self.weights, self.report)
         memo: dict[int, Any] = {}  # for a copy on the meta device
         for p in self.against.parameters():
             memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=False)

@@ -48,18 +48,9 @@ def is_stated(mask: torch.Tensor | None) -> bool:
     return mask is not None and mask.dtype == torch.uint64
 
 
-def _is_packed(mask: torch.Tensor) -> bool:
-    """Whether a statement is of packed sequences."""
-    return mask.shape[2] > 1
-
-
 def _lengths(mask: torch.Tensor) -> torch.Tensor | None:
     """(B,) of a statement; ``None`` where all keys are there."""
-    return mask[:, 0, 0, 0].view(torch.int64) if mask.shape[0] and not _is_packed(mask) else None
-
-
-def _window(mask: torch.Tensor) -> int | None:
-    return mask.shape[3] - 1 or None
+    return mask[:, 0, 0, 0].view(torch.int64) if mask.shape[0] and mask.shape[2] == 1 else None
 
 
 def encode_mask(lengths: torch.Tensor, window: int | None) -> torch.Tensor:
@@ -100,7 +91,7 @@ def told_to_be_packed(
     given: torch.Tensor | None = others.get("cu_seq_lens_q")
     if given is not None and n == s:
         return given
-    if mask is not None and _is_packed(mask):
+    if mask is not None and mask.shape[2] > 1:
         return mask[0, 0, :, 0].view(torch.int64)
     if given is not None and given.shape[0] > batch + 1:
         raise ValueError(PACKED.format("cu_seq_lens_q", f"{given.shape[0] - 1} sequences, {n} queries and {s} keys"))
@@ -131,7 +122,7 @@ def boolean_mask(
     """
     if cu_seqlens is None and (mask is None or not is_stated(mask)):
         return mask
-    lengths, window = (None, None) if mask is None else (_lengths(mask), _window(mask))
+    lengths, window = (None, None) if mask is None else (_lengths(mask), mask.shape[3] - 1 or None)
     device = mask.device if cu_seqlens is None else cu_seqlens.device  # type: ignore[union-attr]
     key = torch.arange(s, device=device)
     position = torch.arange(n, device=device)[:, None] - n
@@ -202,7 +193,7 @@ def own_attention(
     packed = told_to_be_packed(mask, batch, n, key.shape[2], others)
     lengths, window = None, None
     if mask is not None:
-        lengths, window, causal = _lengths(mask), _window(mask), True
+        lengths, window, causal = _lengths(mask), mask.shape[3] - 1 or None, True
     else:
         causal = n > 1 and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         if causal and key.shape[2] > n:

@@ -70,13 +70,7 @@ def _check(h: Any, alpha: float | None, limit: float | None) -> None:
         raise ValueError(f"{op}: h must have shape (S, 2 I), got {tuple(h.shape)}")
 
 
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class _Plan:
-    launch: Launch
-    grid: tuple[int, int]
-
-
-def _plan(h: torch.Tensor, alpha: float | None, limit: float | None) -> _Plan | None:
+def _plan(h: torch.Tensor, alpha: float | None, limit: float | None) -> tuple[Launch, tuple[int, int]] | None:
     rows, inner = h.shape[0], h.shape[1] // 2
     if rows * inner == 0:
         return None
@@ -85,15 +79,17 @@ def _plan(h: torch.Tensor, alpha: float | None, limit: float | None) -> _Plan | 
         kernels._swiglu_kernel, ALPHA=alpha, LIMIT=limit, ACC=tl_accumulator(h.dtype), ROWS=height, BLOCK_I=kernels.BLOCK_I,
         num_warps=kernels.WARPS, repeatable=True,
     )  # fmt: skip
-    return _Plan(launch, (cdiv(rows, height), cdiv(inner, kernels.BLOCK_I)))
+    return launch, (cdiv(rows, height), cdiv(inner, kernels.BLOCK_I))
 
 
-def _run(plan: _Plan, outputs: tuple[torch.Tensor], h: torch.Tensor, *_: Any) -> None:
-    plan.launch(plan.grid, None, h.contiguous(), outputs[0], *outputs[0].shape)
+def _run(plan: Any, outputs: tuple[torch.Tensor], h: torch.Tensor, *_: Any) -> None:
+    launch, grid = plan
+    launch(grid, None, h.contiguous(), outputs[0], *outputs[0].shape)
 
 
-def _run_backward(plan: _Plan, outputs: tuple[torch.Tensor], h: torch.Tensor, dout: torch.Tensor, *_: Any) -> None:
-    plan.launch(plan.grid, dout.contiguous(), h.contiguous(), outputs[0], *dout.shape)
+def _run_backward(plan: Any, outputs: tuple[torch.Tensor], h: torch.Tensor, dout: torch.Tensor, *_: Any) -> None:
+    launch, grid = plan
+    launch(grid, dout.contiguous(), h.contiguous(), outputs[0], *dout.shape)
 
 
 def _gradients(call: Any, dout: torch.Tensor) -> tuple[torch.Tensor]:

@@ -19,13 +19,6 @@ from kernelbook.train.loop import CHOICES, CONFIGS, TrainConfig, Trainer
 from kernelbook.train.text import OWN_TEXTS
 
 
-def _settings_told() -> dict[str, str]:
-    """Return what :class:`TrainConfig` says of each of its fields."""
-    told = (inspect.getdoc(TrainConfig) or "").partition("Attributes:\n")[2]
-    found = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", told, re.MULTILINE)
-    return {name: re.sub(r"\s+", " ", re.sub(r":\w+:`(.*?)`", r"\1", about)).rstrip(".") for name, about in found}
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """An option for each field of :class:`TrainConfig`, and those of a run."""
     parser.add_argument(
@@ -44,7 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     group = parser.add_argument_group("settings", "what --config says, changed (see kernelbook.train.TrainConfig)")
-    told = _settings_told()
+    attributes = (inspect.getdoc(TrainConfig) or "").partition("Attributes:\n")[2]
+    found = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", attributes, re.MULTILINE)
+    told = {name: re.sub(r"\s+", " ", re.sub(r":\w+:`(.*?)`", r"\1", about)).rstrip(".") for name, about in found}
     for field in dataclasses.fields(TrainConfig):
         option, how = "--" + field.name.replace("_", "-"), dict[str, Any](default=None, help=told[field.name])
         if field.type is bool:
