@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from kernelbook import runtime
-from kernelbook.distributed.sharding import hand_out, same_on_all_ranks
+from kernelbook.distributed.sharding import hand_out, local_part, same_on_all_ranks
 from kernelbook.nn.layers import SparseLinear
 
 AT_ONCE = 2**20  # bytes from which a gradient travels by itself, while the backward pass goes on
@@ -114,9 +114,7 @@ def _dense(grad: torch.Tensor) -> _Part:
 
 
 def _all_of(grad: torch.Tensor) -> _Part:
-    grad = grad.detach()
-    if isinstance(grad, DTensor):
-        grad = grad.to_local()
+    grad = local_part(grad.detach())
     if grad.is_sparse:  # of the same rows on every rank
         return _Part(grad._values())
     if grad.is_contiguous():
@@ -196,13 +194,11 @@ def keep_equal(parameters: Iterable[torch.Tensor], group: dist.ProcessGroup | No
     Raises:
         ValueError: there are no parameters.
     """
-    reduction, found = Reduction(group), 0
+    reduction, parameters = Reduction(group), list(parameters)
+    if not parameters:
+        raise ValueError("keep_equal: parameters must not be empty, got none")
     for parameter in parameters:
-        found += 1
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        hand_out(local, group, local.device)
+        hand_out(parameter, group, parameter.device)
         if parameter.requires_grad:
             reduction.add(parameter, _dense)
-    if not found:
-        raise ValueError("keep_equal: parameters must not be empty, got none")
     return reduction

@@ -54,13 +54,16 @@ def fully_shard(module: torch.nn.Module, **options: Any) -> Any:
 
 def hand_out(tensor: torch.Tensor, group: dist.ProcessGroup | None, device: torch.device) -> None:
     """Copy the tensor of the group's first rank to the others: of a ``DTensor`` the local part, which is the same there."""
-    local = tensor.detach()
-    if isinstance(local, DTensor):
-        local = local.to_local()
+    local = local_part(tensor.detach())
     moved = local.to(device).contiguous()
     dist.broadcast(moved, 0 if group is None else dist.get_global_rank(group, 0), group=group)
     if moved.data_ptr() != local.data_ptr():
         local.copy_(moved)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the part of a ``DTensor`` that this rank holds; any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def same_on_all_ranks(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> bool:

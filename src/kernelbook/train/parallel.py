@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from kernelbook import arguments, runtime
 from kernelbook.distributed.gradients import reduce_active_rows
-from kernelbook.distributed.sharding import fully_shard
+from kernelbook.distributed.sharding import fully_shard, local_part
 from kernelbook.train.loop import TrainConfig, Trainer
 from kernelbook.train.text import TextData
 
@@ -179,7 +179,7 @@ class ParallelTrainer(Trainer):
         for name, optimizer in (("chunk_adam", self._chunk_adam), ("rest_adam", self._rest_adam)):
             cut = [self._parameter_of[p] for group in optimizer.param_groups for p in group["params"]]
             moments = {
-                i: {key: _local(change(cut[i], value)) if value.ndim else value for key, value in found.items()}
+                i: {key: local_part(change(cut[i], value)) if value.ndim else value for key, value in found.items()}
                 for i, found in state[name]["state"].items()
             }
             state[name] = {**state[name], "state": moments}
@@ -194,11 +194,7 @@ class ParallelTrainer(Trainer):
         super()._load(state)
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _whole(parameter: Any, part: torch.Tensor) -> torch.Tensor:
     """Return the tensor of which each rank has a part, cut as ``parameter`` is."""
     how: dict[str, Any] = {"run_check": False, "shape": parameter.shape, "stride": parameter.stride()}
-    return DTensor.from_local(_local(part), parameter.device_mesh, parameter.placements, **how).full_tensor()
+    return DTensor.from_local(local_part(part), parameter.device_mesh, parameter.placements, **how).full_tensor()
