@@ -118,7 +118,6 @@ def compile_calls(
     using: Sequence[Callable[..., Any]] = (),
     constants: Mapping[str, Any] | None = None,
     asm: Sequence[str] = (),
-    timeout_s: float = 900.0,
 ) -> list[CompiledKernel]:
     """Runs ``code`` with recorded instead of launched kernels, and compiles every launch for every target.
 
@@ -136,7 +135,7 @@ def compile_calls(
     Raises:
         CompileError: ``code`` raised, or a kernel did not compile; the message holds the other process's error.
     """
-    return compile_each([code], targets, using=using, constants=constants, asm=asm, timeout_s=timeout_s)[0]
+    return compile_each([code], targets, using=using, constants=constants, asm=asm)[0]
 
 
 def compile_each(

@@ -592,12 +592,8 @@ def interpreted(
     if not runtime.INTERPRET:
         raise RuntimeError("interpreted: kernels are compiled in this process; start Python with TRITON_INTERPRET=1")
     launches = _Launches(seed, assembly, any_tile, bounded)
-
-    def run(kernel: Any, *args: Any, **how: Any) -> None:
-        launches.run(kernel, *args, **how)
-
     with (
-        mock.patch.object(GluonJITFunction, "run", run),
+        mock.patch.object(GluonJITFunction, "run", lambda kernel, *args, **how: launches.run(kernel, *args, **how)),
         # Its own hash is one of the sources of what it calls, and knows nothing that is interpreted.
         mock.patch.object(GluonJITFunction, "__hash__", object.__hash__),
     ):

@@ -155,7 +155,6 @@ def drawing(
     *,
     title: str,
     cell: tuple[int, int] = (26, 18),
-    rows: str = "row",
     columns: str = "column",
 ) -> str:
     """A tile as a table of coloured cells, in SVG that follows the page's colours and scrolls on a phone.
@@ -165,7 +164,7 @@ def drawing(
         words: (rows, columns) what stands in each cell; neighbours in a row with one word and one number become one cell.
         title: what it shows, for those who do not see it.
         cell: width and height of a cell.
-        rows, columns: what they are.
+        columns: what they are.
     """
     (high, wide), (w, h) = numbers.shape, cell
     left, top, hues = 44, 22, [210, 30, 150, 330, 265, 90, 0, 180]
@@ -173,7 +172,7 @@ def drawing(
     parts.append(f'<text x="{left + wide * w}" y="13" text-anchor="end">{wide - 1}</text>')
     for i in range(high):
         if i in (0, high - 1):
-            text = f"{rows} {i}" if i == 0 else str(i)
+            text = "row 0" if i == 0 else str(i)
             parts.append(f'<text x="{left - 5}" y="{top + i * h + h - 5}" text-anchor="end">{text}</text>')
         j = 0
         while j < wide:

@@ -51,10 +51,8 @@ def represent() -> None:
     np_dtype = interpreter._get_np_dtype
     fits: Callable[..., bool] = getattr(interpreter, "_validate_np_data_size", lambda data, dtype: True)
 
-    def of_float32(dtype: Any) -> Any:
-        return np.dtype(np.float32) if dtype.scalar is tl.bfloat16 else np_dtype(dtype)
-
-    interpreter._get_np_dtype = of_float32
+    wide = np.dtype(np.float32)
+    interpreter._get_np_dtype = lambda dtype: wide if dtype.scalar is tl.bfloat16 else np_dtype(dtype)
     interpreter._validate_np_data_size = lambda data, dtype: dtype.scalar is tl.bfloat16 or fits(data, dtype)
 
 

@@ -24,7 +24,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -122,11 +122,6 @@ def _launches_are_free() -> Iterator[None]:
 
     with mock.patch.object(interpreter.GridExecutor, "__call__", interpreted):
         yield
-
-
-def _any_configuration(_: Any, __: Callable[[], None], quantiles: Sequence[float]) -> list[float]:
-    """What ``triton.autotune`` is told of a configuration where nothing is timed: whichever is taken is judged."""
-    return [random.random()] * len(quantiles)
 
 
 # --- one solution ---------------------------------------------------------------------------------------------------------
@@ -357,7 +352,9 @@ def _session(channel: Connection) -> None:
             stack.enter_context(interpreted(request["seed"]))
             interpreted_types.compute()
         if runtime.DEVICE.type == "cpu":
-            stack.enter_context(mock.patch.object(Autotuner, "do_bench", _any_configuration))
+            # Nothing is timed: whichever configuration triton.autotune takes is judged.
+            drawn = lambda _, __, quantiles: [random.random()] * len(quantiles)  # noqa: E731
+            stack.enter_context(mock.patch.object(Autotuner, "do_bench", drawn))
         session = _Session()
         while True:
             os.ftruncate(1, 0)  # what earlier cases printed says nothing of this one

@@ -232,12 +232,11 @@ def load_all_results(gpu: str = BOOKS_GPU) -> dict[str, pd.DataFrame]:
     return {path.stem: load_results(path.stem, gpu) for path in files if "ms" in pd.read_csv(path, nrows=0).columns}
 
 
-def load_ceilings(gpu: str = BOOKS_GPU, run: str | None = None) -> pd.DataFrame:
-    """The recorded ceilings of ``gpu``, those of one ``run`` if it is given."""
+def load_ceilings(gpu: str = BOOKS_GPU) -> pd.DataFrame:
+    """The recorded ceilings of ``gpu``."""
     import pandas as pd
 
-    rows = pd.read_csv(results_dir() / gpu / "ceilings.csv", dtype={"run": str})
-    return rows if run is None else rows.loc[rows["run"] == run]
+    return pd.read_csv(results_dir() / gpu / "ceilings.csv", dtype={"run": str})
 
 
 def main() -> int:

@@ -321,17 +321,14 @@ class Case:
             raise ValueError(f"Case: mode must be one of {', '.join(MODES)}, got {self.mode!r}")
 
     @property
-    def dtype_name(self) -> str:
-        return str(self.dtype).removeprefix("torch.")
-
-    @property
     def shape_text(self) -> str:
         return " ".join(f"{name}={value}" for name, value in self.shape.items())
 
     @property
     def key(self) -> tuple[str, ...]:
         """What a row has in the columns op, mode, dtype, shape, x_name and x."""
-        return self.op, self.mode, self.dtype_name, self.shape_text, self.x_name, f"{self.x:.12g}"
+        dtype = str(self.dtype).removeprefix("torch.")
+        return self.op, self.mode, dtype, self.shape_text, self.x_name, f"{self.x:.12g}"
 
     def __str__(self) -> str:
         return "{} {} {} {} {}={}".format(*self.key)
@@ -414,18 +411,12 @@ def _run_case(case: Case, rep_ms: float) -> list[dict[str, str]]:
     torch.manual_seed(0)  # the same inputs in every run, whatever is measured before: routing decides times
     problem, on_gpu = case.build(), runtime.DEVICE.type == "cuda"
     gpus = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    ratios, rows = error_ratios(problem), []
+    ratios, rows, (op, mode, *others) = error_ratios(problem), [], case.key
     for provider, timing in measure_in_turn(problem.providers, rep_ms=rep_ms).items():
         call = problem.providers[provider]
         rows.append(
-            {
-                "op": case.op,
-                "mode": case.mode,
-                "provider": provider,
-                "dtype": case.dtype_name,
-                "shape": case.shape_text,
-                "x_name": case.x_name,
-                "x": f"{case.x:.12g}",
+            dict(zip(results.KEY, (op, mode, provider, *others), strict=True))
+            | {
                 "ms": f"{timing.ms:.5g}",
                 "ms_p20": f"{timing.p20:.5g}",
                 "ms_p80": f"{timing.p80:.5g}",
