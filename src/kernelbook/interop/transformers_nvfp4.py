@@ -146,8 +146,7 @@ class NVFP4ExpertsQuantizer(ExpertsQuantizer):
         for module in sorted(leaves.keys() & modules.keys()):
             kept = sorted(leaves[module].keys() & KEPT)
             if module in linears:
-                leaves_of_it = (*self.layout, *kept)
-                self.places.append(_place(module, "weight", "", leaves_of_it, *modules[module].weight.shape))
+                self.places.append(_place(module, "weight", "", (*self.layout, *kept), *modules[module].weight.shape))
             else:  # of a cache, where the layer is dense
                 for leaf in kept:
                     if not hasattr(modules[module], leaf):

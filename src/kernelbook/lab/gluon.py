@@ -355,7 +355,6 @@ def _fence(cluster: bool = False) -> None:
 
 
 def _meet() -> None:
-    """The threads of a partition meet."""
     here = Program.current.here
     for slot in here.fenced:
         slot.visible = slot not in here.stored

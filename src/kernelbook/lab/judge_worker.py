@@ -325,14 +325,6 @@ def _plain(found: Sequence[Any], inputs: Sequence[torch.Tensor], what: str) -> N
 # --- the process ------------------------------------------------------------------------------------------------------------
 
 
-def _limit(memory: int, seconds: int) -> None:
-    limits = {resource.RLIMIT_CPU: seconds, resource.RLIMIT_FSIZE: 256 * 2**20, resource.RLIMIT_CORE: 0}
-    for kind, most in (limits | ({resource.RLIMIT_AS: memory} if memory else {})).items():
-        _, hard = resource.getrlimit(kind)
-        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(kind, (most, most))
-
-
 def _session(channel: Connection) -> None:
     """One solution from its loading to its end; every answer is a result or a sentence."""
     request = pickle.loads(channel.recv_bytes())
@@ -341,7 +333,12 @@ def _session(channel: Connection) -> None:
     os.dup2(os.open("printed.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # warnings of NumPy and Triton, which the solution did not print
     channel.send_bytes(pickle.dumps({"pid": os.getpid()}))
-    _limit(request["memory"], request["seconds"])
+    limits = {resource.RLIMIT_CPU: request["seconds"], resource.RLIMIT_FSIZE: 256 * 2**20, resource.RLIMIT_CORE: 0}
+    limits |= {resource.RLIMIT_AS: request["memory"]} if request["memory"] else {}
+    for kind, most in limits.items():
+        _, hard = resource.getrlimit(kind)
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(kind, (most, most))
     with contextlib.ExitStack() as stack:
         stack.enter_context(check.poisoned_empty())
         if runtime.INTERPRET:

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -287,7 +287,6 @@ class Trainer:
             chunk_norms(grad._values() if grad.is_sparse else grad, chunk_size=chunk, out=out)
 
     def _weights(self) -> list[torch.Tensor]:
-        """Return the sparse layers' weights."""
         return [layer.weight for layer in self.layers.values()]
 
     def _total_norm(self, norms: torch.Tensor, others: list[torch.Tensor]) -> torch.Tensor:
@@ -338,8 +337,7 @@ class Trainer:
             since = step - config.dense_steps
             if since == 0 or (config.refresh_every and since % config.refresh_every == 0):
                 self.scheduler.refresh(self._weights(), config.chunk_size)
-        body: Callable[[], None] = self._sparse_step if sparse else self._dense_step
-        self._calls(sparse, body)
+        self._calls(sparse, self._sparse_step if sparse else self._dense_step)
 
     # --- the run ---
 

@@ -56,7 +56,14 @@ class Corpus:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(f"Corpus: text must be a UTF-8 file, got {path} ({error.reason})") from None
-        return cls(tuple(_sections(path.name, text)))
+        paragraphs = text.split("\n\n")
+        if len(paragraphs) < 2:
+            raise ValueError(
+                f"Corpus: text must have at least two paragraphs (with an empty line between), got {path.name}"
+            )
+        size = max(1, len(paragraphs) // 40)  # some forty documents, since a split needs something to part
+        parts = [paragraphs[i : i + size] for i in range(0, len(paragraphs), size)]
+        return cls(tuple((f"{path.name}/{i:05d}", "\n\n".join(part) + "\n\n") for i, part in enumerate(parts)))
 
     @property
     def digest(self) -> str:
@@ -84,16 +91,6 @@ def _sources() -> Iterable[tuple[str, str]]:
                 text = path.read_text(encoding="utf-8")
                 if text.strip():
                     yield path.relative_to(root).as_posix(), text
-
-
-def _sections(name: str, text: str) -> list[tuple[str, str]]:
-    """Return one file as some forty documents, runs of paragraphs, since a split needs something to part."""
-    paragraphs = text.split("\n\n")
-    if len(paragraphs) < 2:
-        raise ValueError(f"Corpus: text must have at least two paragraphs (with an empty line between), got {name}")
-    size = max(1, len(paragraphs) // 40)
-    parts = [paragraphs[i : i + size] for i in range(0, len(paragraphs), size)]
-    return [(f"{name}/{i:05d}", "\n\n".join(part) + "\n\n") for i, part in enumerate(parts)]
 
 
 # --- byte pairs -----------------------------------------------------------------------------------------------------
