@@ -42,6 +42,8 @@ from triton.language import constexpr
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"  # NVIDIA's, which Triton brings
+
 # The columns of a file of reports. The key is all that is looked up by; name and target are for those who read the file.
 REPORT_COLUMNS = ("key", "name", "target", "num_warps", "num_stages", "registers", "spill_bytes", "shared_bytes")
 
@@ -330,19 +332,15 @@ def _launches(code: str) -> Iterator[_Launch]:
     yield from launches
 
 
-def _tool(name: str) -> str:
-    return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name)
-
-
 def _cubin_report(cubin: bytes, with_sass: bool) -> tuple[int, int, str]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [_tool("cuobjdump"), "--dump-resource-usage", file.name]
+        command = [TOOLS / "cuobjdump", "--dump-resource-usage", file.name]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         sass = ""
         if with_sass:
-            command = [_tool("nvdisasm"), "-c", file.name]
+            command = [TOOLS / "nvdisasm", "-c", file.name]
             sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     fields = dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage))
     return int(fields["REG"]), int(fields["STACK"]) + int(fields["LOCAL"]), sass

@@ -41,16 +41,14 @@ import torch
 
 from kernelbook import check, runtime
 from kernelbook.lab import judge_source, tasks, timing
+from kernelbook.lab.compiled import TOOLS
 from kernelbook.lab.judge_worker import RefusedError
 from kernelbook.lab.tasks import TASKS, Draw, Task
-
-# isort: split
-import triton
 
 SECONDS = 120.0  # for one message to the other process and its answer
 NOT_JUDGED = ("rule", "load")  # kinds of refusals
 LUCK = 8.0  # times what is allowed: where numbers cancel, PyTorch's own error in one draw may be so much smaller than in another
-PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+PTXAS = TOOLS / "ptxas"
 
 # What to look at, by what went wrong; a task may have words of its own.
 HINTS = {
@@ -272,12 +270,6 @@ def _cases(task: Task, rng: random.Random) -> list[_Case]:
     return sorted(cases, key=lambda case: case.order)
 
 
-def _shown_by_a_gpu(task: Task, case: _Case) -> bool:
-    """Whether a case is also for a GPU, where most of the time goes into compiling: the largest size, what lies as it likes, and calls."""
-    largest = max(map(_elements, task.sizes))
-    return case.calls > 1 or "mixed" in (case.layout, case.dy) or _elements(case.sizes) == largest
-
-
 class _Asked:
     """One case, drawn; what the solution has to give back for it."""
 
@@ -479,7 +471,9 @@ def judge(
                     compiling.answer()
                     _compiles(compiling, random.Random(file[-1]))
                 for case in _cases(task, rng):
-                    if how == "gpu" and not _shown_by_a_gpu(task, case):
+                    # On a GPU most of the time goes into compiling: only the largest size, what lies as it likes, and calls.
+                    many = case.calls > 1 or _elements(case.sizes) == max(map(_elements, task.sizes))
+                    if how == "gpu" and not (many or "mixed" in (case.layout, case.dy)):
                         continue
                     drawn = rng.getrandbits(32)
                     _run_case(running, case, drawn)
