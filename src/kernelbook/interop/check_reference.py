@@ -31,9 +31,6 @@ from kernelbook.interop.check_report import Report
 GLUE = 4.0
 
 
-# --- batches ---
-
-
 @dataclasses.dataclass
 class Batch:
     """What a model is called with."""
@@ -132,9 +129,6 @@ def shorter_windows(base: Any, length: int) -> Iterator[bool]:
     finally:
         for key, value in before.items():
             owners[key].sliding_window = value
-
-
-# --- the comparison ---
 
 
 class Reference:

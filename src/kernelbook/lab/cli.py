@@ -19,9 +19,6 @@ NEEDS = {
 }  # fmt: skip
 
 
-# --- judge ----------------------------------------------------------------------------------------------------------
-
-
 def judge(file: Path | None, name: str | None, hints: int, seed: int | None) -> int:
     """Judges a file, shows a task, or lists the tasks; 0 if it is right, 1 if not, 2 if there is nothing to judge."""
     from kernelbook.lab import judge as judging
@@ -45,9 +42,6 @@ def judge(file: Path | None, name: str | None, hints: int, seed: int | None) -> 
     for one in tasks.TASKS.values():
         print(f"{one.name:18} {one.says}")
     return 0
-
-
-# --- the command line -----------------------------------------------------------------------------------------------
 
 
 def parser() -> argparse.ArgumentParser:

@@ -146,9 +146,6 @@ def bank_conflicts(layout: Any, shared: Any, shape: Sequence[int], itemsize: int
     return int(turns - words)
 
 
-# --- drawings ---------------------------------------------------------------------------------------------------------
-
-
 def drawing(
     numbers: np.ndarray,
     words: Sequence[Sequence[str]],

@@ -29,9 +29,6 @@ LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__p
 VALIDATION_SHARE = 0.05
 
 
-# --- the corpus -----------------------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
 class Corpus:
     """Documents by name, in order of their names."""
@@ -93,9 +90,6 @@ def _sources() -> Iterable[tuple[str, str]]:
                     yield path.relative_to(root).as_posix(), text
 
 
-# --- byte pairs -----------------------------------------------------------------------------------------------------
-
-
 def book_encoding(corpus: Corpus, vocab_size: int) -> Any:
     """Return a ``tokenizers.Tokenizer`` of ``vocab_size`` tokens found on ``corpus``: :data:`END`, all bytes, frequent pairs.
 
@@ -118,9 +112,6 @@ def book_encoding(corpus: Corpus, vocab_size: int) -> Any:
     )
     encoding.train_from_iterator((text for _, text in corpus.documents), trainer)
     return encoding
-
-
-# --- batches --------------------------------------------------------------------------------------------------------
 
 
 class TextData:
