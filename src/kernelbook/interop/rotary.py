@@ -32,10 +32,6 @@ def rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tenso
     return _rotation(q, k, cos, sin, False)  # type: ignore[no-any-return]
 
 
-def _in_rows(x: torch.Tensor) -> torch.Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def _new_like(x: torch.Tensor) -> torch.Tensor:
     """In the order of dimensions that x has in memory, with contiguous features."""
     return torch.empty_like(x, memory_format=torch.preserve_format if x.stride(-1) == 1 else torch.contiguous_format)
@@ -59,7 +55,7 @@ def _run(
     cos: torch.Tensor, sin: torch.Tensor, _: bool,
 ) -> None:  # fmt: skip
     (launch, grid), (q_out, k_out) = plan, outputs
-    q, k, cos, sin = map(_in_rows, (q, k, cos, sin))
+    q, k, cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, cos, sin))
     batch, heads, n, size = q.shape
     cos, sin = (table.expand(batch, n, size) for table in (cos, sin))
     launch(

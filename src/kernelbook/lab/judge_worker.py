@@ -24,7 +24,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -111,8 +111,7 @@ class _Host(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@contextlib.contextmanager
-def _launches_are_free() -> Iterator[None]:
+def _launches_are_free() -> contextlib.AbstractContextManager[Any]:
     """Within the context what a launch itself does with tensors is no operator of the host's."""
     interpret = interpreter.GridExecutor.__call__
 
@@ -120,8 +119,7 @@ def _launches_are_free() -> Iterator[None]:
         with _disable_current_modes():
             interpret(self, *args, **kwargs)
 
-    with mock.patch.object(interpreter.GridExecutor, "__call__", interpreted):
-        yield
+    return mock.patch.object(interpreter.GridExecutor, "__call__", interpreted)
 
 
 # --- one solution ---------------------------------------------------------------------------------------------------------
