@@ -336,11 +336,11 @@ def _cubin_report(cubin: bytes, with_sass: bool) -> tuple[int, int, str]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [TOOLS / "cuobjdump", "--dump-resource-usage", file.name]
+        command = [str(TOOLS / "cuobjdump"), "--dump-resource-usage", file.name]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         sass = ""
         if with_sass:
-            command = [TOOLS / "nvdisasm", "-c", file.name]
+            command = [str(TOOLS / "nvdisasm"), "-c", file.name]
             sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     fields = dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage))
     return int(fields["REG"]), int(fields["STACK"]) + int(fields["LOCAL"]), sass
