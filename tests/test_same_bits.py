@@ -508,6 +508,9 @@ def test_a_part_of_a_swapped_model_is_in_the_mode_too() -> None:
     model: Any = torch.nn.Sequential(torch.nn.Sequential(Probe()))
     with swap(model, same_bits=True, quiet=True), swap(model, same_bits=True, quiet=True):
         assert model(randn(1)) and model[0](randn(1)) and copy.deepcopy(model)(randn(1))
+        shallow = copy.copy(model)
+        shallow._modules = {}
+        assert not isinstance(shallow(randn(1)), bool), "a copy runs its own modules"
         with pytest.raises(KeyboardInterrupt):
             model(randn(0))
         assert not runtime.in_same_bits()
