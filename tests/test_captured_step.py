@@ -571,7 +571,7 @@ CHANGES: dict[str, Callable[[Settings], object]] = {
     "another weight": lambda m: setattr(m.inner[0], "bias", nn.Parameter(torch.zeros(3))),
     "a frozen weight": lambda m: m.inner[0].weight.requires_grad_(False),
     "a mode": lambda m: m.inner[1].eval(),
-    "another module": lambda m: m.inner.__setitem__(1, nn.Identity()),
+    "another module": lambda m: m.inner.__setitem__(1, nn.AlphaDropout(0.5)),
     "a module where there was none": lambda m: m.inner[1].add_module("part", nn.ReLU()),
     "a class": lambda m: swap(m, same_bits=True, quiet=True),
     "a hook": lambda m: m.inner[0].register_forward_hook(lambda *_: None),

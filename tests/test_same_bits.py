@@ -160,6 +160,8 @@ def test_what_cannot_promise_it_says_what_can() -> None:
         torch.compile(
             lambda x: kb.moe_lora(x, randn(2, 32, 8), None, None, kb.route(torch.zeros_like(x[:, :1]).long(), 2))
         )(x)
+    layer, wide = SameBitsLinear(2048, 5, device=runtime.DEVICE), randn(4, 2048)
+    assert same(torch.compile(layer, backend="eager")(wide), layer(wide)), "which no compiler takes up"
     with pytest.raises(ValueError, match=r"weight must have shape \(5, 32\), got \(5, 31\)"), kb.same_bits():
         linear(x, randn(5, 31))
     with pytest.raises(TypeError, match=r"linear: .*dtype"), kb.same_bits():
@@ -508,6 +510,9 @@ def test_a_part_of_a_swapped_model_is_in_the_mode_too() -> None:
     model: Any = torch.nn.Sequential(torch.nn.Sequential(Probe()))
     with swap(model, same_bits=True, quiet=True), swap(model, same_bits=True, quiet=True):
         assert model(randn(1)) and model[0](randn(1)) and copy.deepcopy(model)(randn(1))
+        shallow = copy.copy(model)
+        shallow._modules = {}
+        assert not isinstance(shallow(randn(1)), bool), "a copy runs its own modules"
         with pytest.raises(KeyboardInterrupt):
             model(randn(0))
         assert not runtime.in_same_bits()

@@ -17,7 +17,7 @@ from kernelbook.tensors import matrix, precision, strided
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """``torch.nn.functional.linear``, whose rows are the same bits in any batch within :func:`kernelbook.same_bits`.
 
-    Outside of it, it is PyTorch's.
+    Outside of it, it is PyTorch's; and under ``torch.compile``, within it too, since Dynamo cannot see the mode.
 
     Args:
         x: (..., K), float16, bfloat16, float32 or float64, any strides.

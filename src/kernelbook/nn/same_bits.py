@@ -28,15 +28,16 @@ class SameBitsLinear(torch.nn.Linear):
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """(..., in_features) -> (..., out_features). Raises ``ValueError`` where it is compiled."""
+        """(..., in_features) -> (..., out_features). Raises ``ValueError`` where it is exported; no compiler takes it up."""
         with runtime.same_bits():
             return _own(input, self.weight, self.bias)
 
 
+@torch.compiler.disable  # Dynamo goes on past an error in what it traces, and would take PyTorch's product
 def _own(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     if torch.compiler.is_compiling():
         raise ValueError(
-            "linear: torch.compile must be off within same_bits(), since the compiler cuts sums by their sizes"
+            "linear: torch.export must be off within same_bits(), since the compiler cuts sums by their sizes"
         )
     return linear(x, weight, bias)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
 import torch
@@ -342,5 +343,8 @@ def _swap_experts(done: Swap) -> set[int]:
 
 def _call_in_mode(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Hold the mode while a module is called, in a checkpoint's second pass too, whatever ends the call."""
+    caller = sys._getframe(1)
+    if caller.f_code is nn.Module._wrapped_call_impl.__code__:
+        module = caller.f_locals["self"]  # a shallow copy, as DataParallel makes them, has its original's attributes
     with in_mode(module, args, kwargs):
         return type(module)._call_impl(module, *args, **kwargs)

@@ -388,7 +388,8 @@ def state_of(model: torch.nn.Module) -> tuple[tuple[str, Hashable], ...]:
     found: list[tuple[str, Hashable]] = []
     configs: set[int] = set()
     for path, module in model.named_modules():
-        settings: list[tuple[str, Hashable]] = [("class", type(module).__module__)]  # which a swap changes
+        kind = type(module)  # by name, since some are made anew
+        settings: list[tuple[str, Hashable]] = [("class", (kind.__module__, kind.__name__))]
         for name, value in module.__dict__.items():
             kind, part = type(value), None
             if kind in _PLAIN:

@@ -99,7 +99,8 @@ class ChunkAdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As of any optimizer; raises ``ValueError`` for the state of another one, such as ``torch.optim.AdamW``."""
         for group in state_dict["param_groups"]:
-            if missing := self.defaults.keys() - group.keys():
+            # Not of all defaults: PyTorch adds to them in an optimizer that is copied or loaded.
+            if missing := {"chunk_size", "inactive", "unique_rows"} - group.keys():
                 raise ValueError(
                     f"ChunkAdamW.load_state_dict: state_dict must be of a ChunkAdamW, got groups without "
                     f"{', '.join(sorted(missing))}"
