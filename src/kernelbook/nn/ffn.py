@@ -89,7 +89,12 @@ class SparseFFN(torch.nn.Module):
             torch.nn.init.uniform_(parameter, -bound, bound)
 
     @classmethod
-    def from_dense(cls, block: torch.nn.Module) -> "SparseFFN":
+    def from_dense(
+        cls,
+        block: torch.nn.Module,
+        *,
+        router: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> "SparseFFN":
         """Return the same network with its weights repacked once, a row a neuron: new tensors, none shared with ``block``.
 
         Both are run on a batch whose hidden values reach from small to large ones, in float64 and with random weights, and
@@ -99,6 +104,7 @@ class SparseFFN(torch.nn.Module):
             block: ``torch.nn.Sequential(Linear, activation, Linear)``, or a block with the attributes of transformers' GPT-2
                 (``c_fc``, ``c_proj``), Phi (``fc1``, ``fc2``) or Llama (``gate_proj``, ``up_proj``, ``down_proj``). Its
                 projections are ``torch.nn.Linear`` or transformers' ``Conv1D``.
+            router: as in :class:`SparseFFN`.
 
         Raises:
             TypeError: ``block`` has none of these forms.
@@ -121,6 +127,7 @@ class SparseFFN(torch.nn.Module):
             device=w_up.device,
             dtype=w_up.dtype,
         )
+        new.router = router
         given = {"w_up": w_up, "w_gate": w_gate, "w_down": w_down.t(), "b_up": b_up, "b_gate": b_gate, "b_down": b_down}
         for name, value in given.items():
             if value is not None:
