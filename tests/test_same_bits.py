@@ -160,8 +160,8 @@ def test_what_cannot_promise_it_says_what_can() -> None:
         torch.compile(
             lambda x: kb.moe_lora(x, randn(2, 32, 8), None, None, kb.route(torch.zeros_like(x[:, :1]).long(), 2))
         )(x)
-    layer, wide = SameBitsLinear(2048, 5, device=runtime.DEVICE), randn(4, 2048)
-    assert same(torch.compile(layer, backend="eager")(wide), layer(wide)), "which no compiler takes up"
+    with pytest.raises(Exception, match=r"linear: torch.compile must be off within same_bits\(\)"):
+        torch.compile(SameBitsLinear(32, 5, device=runtime.DEVICE), backend="eager")(x)
     with pytest.raises(ValueError, match=r"weight must have shape \(5, 32\), got \(5, 31\)"), kb.same_bits():
         linear(x, randn(5, 31))
     with pytest.raises(TypeError, match=r"linear: .*dtype"), kb.same_bits():

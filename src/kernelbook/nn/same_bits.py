@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from kernelbook import runtime  # before Triton, which it sets up
 from kernelbook.attention import flash_attention
-from kernelbook.linear import linear
+from kernelbook.linear.op import _linear
 from kernelbook.nn.made_again import MadeAgain
 from kernelbook.tensors import has_values
 
@@ -28,18 +28,18 @@ class SameBitsLinear(torch.nn.Linear):
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """(..., in_features) -> (..., out_features). Raises ``ValueError`` where it is exported; no compiler takes it up."""
+        """(..., in_features) -> (..., out_features). Raises ``ValueError`` where it is compiled."""
         with runtime.same_bits():
             return _own(input, self.weight, self.bias)
 
 
-@torch.compiler.disable  # Dynamo goes on past an error in what it traces, and would take PyTorch's product
 def _own(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     if torch.compiler.is_compiling():
         raise ValueError(
-            "linear: torch.export must be off within same_bits(), since the compiler cuts sums by their sizes"
+            "linear: torch.compile must be off within same_bits(), since the compiler cuts sums by their sizes"
         )
-    return linear(x, weight, bias)
+    # The operator itself: Dynamo may go on past this error, and the function is PyTorch's there.
+    return _linear(x, weight, bias)  # type: ignore[no-any-return]
 
 
 class _OwnProducts(TorchFunctionMode):
