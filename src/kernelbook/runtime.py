@@ -277,7 +277,7 @@ def same_bits(enabled: bool = True) -> Iterator[None]:
     have several, whose width changes no bit. Nothing is autotuned, and no kernel fuses a multiplication with an addition. That
     costs time. Weights and their dtype, the GPU and the versions of PyTorch and Triton have to be the same.
 
-    Experimental: its tests pass on an H100 and an H200; ``pytest -m gpu tests/test_same_bits.py`` tries it on your GPU.
+    Experimental: its tests pass on an H200; ``pytest -m gpu tests/test_same_bits.py`` tries it on your GPU.
 
     A backward pass is in the mode of its forward pass, wherever it runs. In it the gradients of rows depend on their own
     sequence alone; those of weights add up over the batch, and are the same bits run after run for the same batch.

@@ -97,7 +97,7 @@ class ChunkAdamW(torch.optim.Optimizer):
             raise
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As of any optimizer; raises ``ValueError`` for the state of another one, such as ``torch.optim.AdamW``."""
+        """Load a state as any optimizer does. Raises ``ValueError`` for the state of another one, such as ``torch.optim.AdamW``."""
         for group in state_dict["param_groups"]:
             # Not of all defaults: PyTorch adds to them in an optimizer that is copied or loaded.
             if missing := {"chunk_size", "inactive", "unique_rows"} - group.keys():
